@@ -1,0 +1,1 @@
+"""Merging and handling of PEFT adapters, one folder per method."""

@@ -1,0 +1,1 @@
+"""Key/value caches: subclasses of transformers' `Cache`, one folder per method."""

@@ -1,0 +1,1 @@
+"""Logits processors, stopping criteria and detectors of what models write."""

@@ -1,0 +1,57 @@
+"""Methods from recent papers at the extension points of the Hugging Face libraries.
+
+Importing this package costs milliseconds and imports neither torch nor transformers: public names resolve when they are
+used. It is also all that `AutoModelForCausalLM.from_pretrained` needs to load a checkpoint that a quantizer of this
+package wrote, whether transformers was imported before or is imported later (see `hf_ext.registration`).
+"""
+
+from typing import TYPE_CHECKING
+
+from hf_ext import registration as _registration
+from hf_ext._lazy import attach
+
+__version__ = "0.1.0"
+
+# Module that defines them -> public names. One line per method.
+_EXPORTS = {
+    "hf_ext.quantizers.mxfp4": [
+        "MXFP4Config",
+        "MXFP4HfQuantizer",
+        "MXFP4Linear",
+        "export_compressed_tensors",
+        "load_adapter",
+        "prepare_lora_config",
+        "quantize_model",
+    ],
+    "hf_ext.kernel_lookup": ["load_kernel"],
+    "hf_ext.publishing": ["publish_kernel", "publish_model"],
+    "hf_ext.registry": ["list_methods"],
+}
+_WINGS = [
+    "adapters",
+    "benchmarks",
+    "cache_impls",
+    "generation",
+    "metrics",
+    "model_patches",
+    "quantizers",
+    "tasks",
+    "trainers",
+]
+
+__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=_WINGS)
+
+_registration.install()
+
+if TYPE_CHECKING:  # for editors and type checkers only; a test keeps it equal to _EXPORTS
+    from hf_ext.kernel_lookup import load_kernel as load_kernel
+    from hf_ext.publishing import publish_kernel as publish_kernel
+    from hf_ext.publishing import publish_model as publish_model
+    from hf_ext.quantizers.mxfp4 import MXFP4Config as MXFP4Config
+    from hf_ext.quantizers.mxfp4 import MXFP4HfQuantizer as MXFP4HfQuantizer
+    from hf_ext.quantizers.mxfp4 import MXFP4Linear as MXFP4Linear
+    from hf_ext.quantizers.mxfp4 import export_compressed_tensors as export_compressed_tensors
+    from hf_ext.quantizers.mxfp4 import load_adapter as load_adapter
+    from hf_ext.quantizers.mxfp4 import prepare_lora_config as prepare_lora_config
+    from hf_ext.quantizers.mxfp4 import quantize_model as quantize_model
+    from hf_ext.registry import list_methods as list_methods

@@ -1,0 +1,5 @@
+"""The hf-ext command."""
+
+
+def main() -> None:
+    """Run the command line."""

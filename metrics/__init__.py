@@ -1,0 +1,1 @@
+"""`evaluate` modules: each folder loads with `evaluate.load(path)` and imports no hf_ext."""

@@ -1,0 +1,1 @@
+"""TRL trainers with their scripts, one folder per method."""
