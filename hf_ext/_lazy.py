@@ -1,4 +1,4 @@
-"""Lazy exports (PEP 562): a package lists its public names in one table and imports a module when a name is first used."""
+"""Lazy exports (PEP 562): a package lists its public names in one table and imports a module at their first use."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping

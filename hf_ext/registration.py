@@ -4,14 +4,14 @@ transformers knows a quantization method once its classes are in two dictionarie
 that module is loaded already, our classes are entered at once. Otherwise a finder on `sys.meta_path` wraps the loader
 of that one module, enters the classes right after the module has run, and takes itself off `sys.meta_path`.
 
-At that moment `transformers.modeling_utils` is often only half imported (it is what imports the quantizers), so a module
-named in `TABLE` must import, at its top level, nothing from transformers but `transformers.utils` and the submodules
-`transformers.quantizers.auto`, `.base` and `.quantizers_utils`.
+At that moment `transformers.modeling_utils` is often only half imported (it is what imports the quantizers), so a
+module named in `TABLE` must import, at its top level, nothing from transformers but `transformers.utils` and the
+submodules `transformers.quantizers.auto`, `.base` and `.quantizers_utils`.
 
 A registration that fails must not break `import transformers` for a user who may not need it, and must not be silent
-either: transformers loads a checkpoint of an unknown method with random weights after a mere warning. So the failure is
-a `RuntimeWarning` with its cause, and the method's name is bound to a configuration class that raises that cause as an
-`ImportError` when a checkpoint of the method is loaded.
+either: transformers loads a checkpoint of an unknown method with random weights after a mere warning. So the failure
+is a `RuntimeWarning` with its cause, and the method's name is bound to a configuration class that raises that cause as
+an `ImportError` when a checkpoint of the method is loaded.
 """
 
 import importlib
@@ -28,7 +28,7 @@ TARGET = "transformers.quantizers.auto"
 
 
 class Registration(NamedTuple):
-    """One thing to register: `module.function()` enters the quantization method `quant_method`; it must be idempotent."""
+    """One thing to register: `module.function()`, idempotent, enters the quantization method `quant_method`."""
 
     quant_method: str
     module: str
@@ -42,7 +42,7 @@ _finder: "_RegistrationFinder | None" = None
 
 
 def install() -> None:
-    """Register with transformers now if its quantizers are loaded, else as soon as they are. Harmless when repeated."""
+    """Register with transformers now if its quantizers are loaded, else when they are. Harmless when repeated."""
     if _is_loaded():
         register_all()
         return
@@ -78,7 +78,9 @@ def _register_failure(entry: Registration, error: Exception) -> None:
         """Stands in for the configuration of a method whose registration failed: using it raises the cause."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            raise ImportError(f"hf_ext could not register {entry.quant_method!r} with transformers: {cause}") from error
+            raise ImportError(
+                f"hf_ext could not register {entry.quant_method!r} with transformers: {cause}"
+            ) from error
 
         @classmethod
         def from_dict(cls, *args: Any, **kwargs: Any) -> "UnavailableConfig":
