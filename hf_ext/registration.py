@@ -60,6 +60,8 @@ def register_all() -> None:
     dictionaries.
     """
     for entry in TABLE:
+        if _is_initializing(entry.module):
+            continue
         try:
             getattr(importlib.import_module(entry.module), entry.function)()
         except Exception as error:  # whatever it is: transformers' own import must go on
@@ -91,9 +93,13 @@ def _register_failure(entry: Registration, error: Exception) -> None:
     auto.AUTO_QUANTIZER_MAPPING.setdefault(entry.quant_method, UnavailableConfig)
 
 
+def _is_initializing(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and getattr(module.__spec__, "_initializing", False)
+
+
 def _is_loaded() -> bool:
-    module = sys.modules.get(TARGET)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
+    return TARGET in sys.modules and not _is_initializing(TARGET)
 
 
 def _fire(finder: "_RegistrationFinder") -> None:

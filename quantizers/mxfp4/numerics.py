@@ -4,9 +4,9 @@ Pure functions on tensors; nothing here knows of layers, models or files. All ar
 dtype, and block exponents are taken out before anything is multiplied, so that neither values next to the float32
 maximum nor subnormal blocks overflow or underflow on the way.
 
-Notation. A tensor ``x [..., K]`` is cut along its last axis into blocks of ``block_size`` values, and those into macro
-blocks of ``macro_block_size`` values (the last macro block of a row may be shorter). A block holds a byte ``b`` for the
-scale ``2**(b - 127)``, a macro block a byte ``m`` for the factor ``f = 1 + m / 256`` by which its values were multiplied
+Notation. A tensor ``x [..., K]`` is cut along its last axis into blocks of ``block_size`` values and macro blocks of
+``macro_block_size`` values (the last macro block of a row may be shorter). A block holds a byte ``b`` for the scale
+``2**(b - 127)``, a macro block a byte ``m`` for the factor ``f = 1 + m / 256`` by which its values were multiplied
 before they were rounded, so a value reads back as ``grid * 2**(b - 127) / f``.
 
 Sources: OCP Microscaling Formats 1.0 for E2M1 and E8M0; arXiv 2603.08713 for overflow-aware scaling (``"oas"``) and
@@ -70,8 +70,8 @@ class MXFP4Tensor(NamedTuple):
 
 def _round_to_grid(v: torch.Tensor) -> torch.Tensor:
     """`e2m1_round` of float32 values without the sign of zero (one pass less in the searches)."""
-    # 2**floor(log2|v|), at least 1: twice the spacing of the grid around v. Adding and subtracting 1.5 * 2**23 spacings
-    # makes the float32 adder itself round to a multiple of the spacing, ties to even.
+    # 2**floor(log2|v|), at least 1, is twice the spacing of the grid around v. Adding and subtracting 1.5 * 2**23
+    # spacings makes the float32 adder itself round to a multiple of the spacing, ties to even.
     magic = (v.view(torch.int32) & 0x7F800000).clamp_(min=0x3F800000).view(torch.float32).mul_(1.5 * 2.0**22)
     return v.add(magic).sub_(magic).clamp_(-E2M1_MAX, E2M1_MAX)
 

@@ -1,0 +1,82 @@
+"""Conversions that transformers runs on tensors while a checkpoint loads."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.core_model_loading import ConversionOps
+
+from . import numerics
+from .linear import MXFP4Linear
+
+if TYPE_CHECKING:
+    from .quantizer import MXFP4HfQuantizer
+
+__all__ = ["MXFP4Dequantize", "MXFP4Quantize"]
+
+
+def _single(value: Any) -> torch.Tensor:
+    return value[0] if isinstance(value, list) else value
+
+
+def is_transposed(module: torch.nn.Module) -> bool:
+    """Whether a layer keeps its weight as ``[in_features, out_features]`` (GPT-2's Conv1D)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D) or getattr(module, "source_class", None) is Conv1D
+
+
+class MXFP4Quantize(ConversionOps):
+    """A dense weight of the checkpoint to the packed tensors of its layer; the dense placeholder goes."""
+
+    def __init__(self, hf_quantizer: "MXFP4HfQuantizer"):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: torch.nn.Module | None = None,
+        full_layer_name: str | None = None,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Packed tensors by their full names; see `ConversionOps`."""
+        weight = _single(next(iter(input_dict.values())))
+        path, _, parameter = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        transposed = isinstance(module, MXFP4Linear) and is_transposed(module)
+        packed = self.hf_quantizer.pack(full_layer_name, weight.t() if transposed else weight)
+        del module._parameters[parameter]
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {f"{full_layer_name}_{suffix}": tensor for suffix, tensor in packed.items()}
+
+
+class MXFP4Dequantize(ConversionOps):
+    """Packed tensors of a checkpoint to the dense weight of a plain layer."""
+
+    def __init__(self, hf_quantizer: "MXFP4HfQuantizer"):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: torch.nn.Module | None = None,
+        full_layer_name: str | None = None,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        """The dense weight by its full name; a weight that is dense in the checkpoint passes unchanged."""
+        by_suffix = {name.rpartition("_")[2]: _single(value) for name, value in input_dict.items()}
+        if "packed" not in by_suffix:
+            return {full_layer_name: _single(next(iter(input_dict.values())))}
+        config = self.hf_quantizer.quantization_config
+        path, _, parameter = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        weight = numerics.dequantize_packed(
+            by_suffix["packed"],
+            by_suffix["scale"],
+            by_suffix.get("mbs"),
+            block_size=config.block_size,
+            macro_block_size=config.macro_block_size or 128,
+            dtype=getattr(module, parameter).dtype,
+        )
+        return {full_layer_name: weight.t().contiguous() if is_transposed(module) else weight}

@@ -1,0 +1,358 @@
+"""`MXFP4HfQuantizer`: MXFP4 inside `from_pretrained` and `save_pretrained`.
+
+This module is imported while transformers itself is half imported (see `hf_ext.registration`), so it imports only
+`transformers.utils` and `transformers.quantizers` at its top level.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils import logging
+
+from .configuration import QUANT_METHOD, MXFP4Config
+from .experts import fused_names, is_fused_experts, make_packed_experts, packed_parameters
+from .linear import MXFP4Linear, pack_weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["MXFP4HfQuantizer", "register"]
+
+logger = logging.get_logger(__name__)
+
+
+def register() -> None:
+    """Make transformers know the method; does nothing when it does already."""
+    if QUANT_METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+        auto.register_quantization_config(QUANT_METHOD)(MXFP4Config)
+        auto.register_quantizer(QUANT_METHOD)(MXFP4HfQuantizer)
+    if MXFP4Config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        # Without this a `quantization_config=MXFP4Config(dequantize=True)` for a packed checkpoint is ignored.
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (MXFP4Config,)
+
+
+class MXFP4HfQuantizer(HfQuantizer):
+    """Quantises linear layers to MXFP4 while a checkpoint loads, and loads and saves packed checkpoints.
+
+    Not for direct use: `from_pretrained` makes it from an `MXFP4Config`.
+    """
+
+    requires_calibration = False
+    quantization_config: MXFP4Config
+    serialized_names = {"weight": ["weight_packed", "weight_scale", "weight_mbs"]}
+
+    def __init__(self, quantization_config: MXFP4Config, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.channel_stats: dict[str, torch.Tensor] = {}
+        if not self.pre_quantized:
+            # The caller's object serves other models too; what is resolved for this one is kept in a copy.
+            self.quantization_config = MXFP4Config(**quantization_config.__dict__)
+
+    # -- what transformers asks ---------------------------------------------------------------------------------------
+
+    def is_serializable(self) -> bool:
+        """Packed tensors are plain uint8 tensors of the state dict."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters on the packed weights can be trained."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """The layers compile in one graph."""
+        return True
+
+    @property
+    def quantized_element_size(self) -> float:
+        """Bytes a weight."""
+        return self.quantization_config.bits_per_weight / 8
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse what would fail later: `dequantize=True` without anything to dequantise."""
+        if self.quantization_config.dequantize and not self.pre_quantized:
+            raise ValueError(
+                "`dequantize=True` is for a checkpoint that is packed already; this one is not. Drop it to quantise "
+                "the checkpoint, or drop the quantization_config to load it dense."
+            )
+
+    def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **kwargs: Any) -> bool:
+        """Whether ``param_name`` is the dense placeholder of a layer that is to be packed."""
+        module, name = get_module_from_name(model, param_name)
+        if isinstance(module, MXFP4Linear):
+            return name == "weight"
+        return name in getattr(module, "dense_placeholders", ())
+
+    def get_quantize_ops(self):
+        """The conversion that packs one weight while it loads."""
+        from .loading import MXFP4Quantize
+
+        return MXFP4Quantize(self)
+
+    def get_load_operations(self) -> dict:
+        """Loading a packed checkpoint into dense layers; packed layers need no operation."""
+        from .loading import MXFP4Dequantize
+
+        return {"dequantize": MXFP4Dequantize}
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, **kwargs: Any
+    ):
+        config = self.quantization_config
+        if self.pre_quantized and checkpoint_files:
+            check_packed_checkpoint(checkpoint_files, config)
+        if self.pre_quantized and config.dequantize:
+            return model
+        names = self.plan(model)
+        if not self.pre_quantized:
+            if config.channel_stats is not None:
+                self.channel_stats = load_channel_stats(config.channel_stats)
+            self.check_stats(model, names)
+        for name in names:
+            replace_layer(model, name, config, placeholder=not self.pre_quantized)
+        return model
+
+    def plan(self, model: "PreTrainedModel") -> list[str]:
+        """Names of the modules of a dense model that will be packed; says what else stays dense, and why.
+
+        What `modules_to_not_convert=None` stands for is written into the configuration, so that a later version with
+        other defaults still loads the checkpoint.
+
+        Raises:
+            ValueError: if there is nothing to pack.
+        """
+        config = self.quantization_config
+        skip = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
+        if not self.pre_quantized:
+            config.modules_to_not_convert = sorted(skip)
+        names, left = convertible_layers(model, config, skip)
+        if not self.pre_quantized:
+            warn_about_dense(model, left)
+        if not names:
+            raise ValueError(
+                "no layer of this model can be held in MXFP4: `modules_to_not_convert` leaves none, or no input size "
+                f"is a multiple of block_size={config.block_size}"
+            )
+        return names
+
+    def check_stats(self, model: "PreTrainedModel", names: list[str]) -> None:
+        """Raise ValueError if a weighted search lacks the statistics of a module to be packed, or they do not fit."""
+        config = self.quantization_config
+        if config.resolve_search(bool(self.channel_stats)) != "weighted":
+            return
+        expected = {key: size for name in names for key, size in stats_keys(name, model.get_submodule(name)).items()}
+        missing = [key for key in expected if key not in self.channel_stats]
+        if missing:
+            raise ValueError(
+                f"the channel statistics have nothing for {len(missing)} of {len(expected)} weights, for example "
+                f"{missing[0]}; they must come from this model, on enough text to reach every expert"
+            )
+        for key, size in expected.items():
+            if self.channel_stats[key].shape != (size,):
+                raise ValueError(
+                    f"the channel statistics of {key} have shape {tuple(self.channel_stats[key].shape)}, not ({size},)"
+                )
+
+    def pack(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Pack the weight of a parameter ``name``, inputs last; see `linear.pack_weight`.
+
+        Raises:
+            ValueError: if it has NaNs or infinities; the message names the parameter.
+        """
+        stats = self.channel_stats.get(name.removesuffix(".weight"))
+        try:
+            return pack_weight(weight, self.quantization_config, stats)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any):
+        for name, module in model.named_modules():
+            expected = ("weight",) if isinstance(module, MXFP4Linear) else getattr(module, "dense_placeholders", ())
+            for parameter in expected:
+                if parameter in module._parameters:
+                    raise ValueError(f"{name}.{parameter} is not in the checkpoint, so it could not be quantised")
+        return model
+
+    def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | None = None):
+        return dequantize_layers(model, dtype or model.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _conv1d_class() -> type:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """``(out_features, in_features)`` of an `nn.Linear` or a GPT-2 `Conv1D`; None for any other module.
+
+    Subclasses of the two are left alone: what they do with their weight is not known.
+    """
+    if type(module) is nn.Linear:
+        return module.out_features, module.in_features
+    if type(module) is _conv1d_class():
+        return module.weight.shape[1], module.weight.shape[0]
+    return None
+
+
+def convertible_layers(model: nn.Module, config: MXFP4Config, skip: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Names of the modules that `MXFP4Config` converts, and why others of their kind stay dense.
+
+    Returns:
+        ``(names, left)``: ``left`` maps names to a reason. Modules that match ``skip`` are in neither.
+    """
+    names, left = [], {}
+    for name, module in model.named_modules():
+        if not should_convert_module(name, skip):
+            continue
+        shape = linear_shape(module)
+        if shape is not None:
+            if shape[1] % config.block_size:
+                left[name] = f"{shape[1]} inputs are not a multiple of block_size={config.block_size}"
+            else:
+                names.append(name)
+        elif is_fused_experts(module):
+            reason = packed_parameters(module, config)[1]
+            if reason is None:
+                names.append(name)
+            else:
+                left[name] = reason
+    return names, left
+
+
+def stats_keys(name: str, module: nn.Module) -> dict[str, int]:
+    """Under which names the inputs' statistics of a module are kept, and how many channels each has."""
+    shape = linear_shape(module)
+    if shape is not None:
+        return {name: shape[1]}
+    return {f"{name}.{key}": getattr(module, key).shape[-1] for key in fused_names(module)}
+
+
+def replace_layer(model: nn.Module, name: str, config: MXFP4Config, placeholder: bool) -> None:
+    """Put a packed layer, on the meta device, in the place of a dense one.
+
+    Args:
+        placeholder: keep the dense weight beside the packed tensors, for the checkpoint's key to land on; the
+            conversion deletes it.
+    """
+    module = model.get_submodule(name)
+    shape = linear_shape(module)
+    if shape is None:
+        make_packed_experts(module, config, placeholder)
+        return
+    rows, columns = shape
+    bias = module.bias
+    layer = MXFP4Linear(
+        columns, rows, bias is not None, config, device="meta", dtype=None if bias is None else bias.dtype
+    )
+    layer.source_class = type(module)
+    if placeholder:
+        layer.weight = module.weight
+    model.set_submodule(name, layer.train(module.training))
+
+
+def warn_about_dense(model: nn.Module, left: dict[str, str]) -> None:
+    """One warning that names what stays dense although it is of a kind that is converted, and how large it is."""
+    if not left:
+        return
+    size = sum(
+        parameter.numel() * parameter.element_size()
+        for name in left
+        for parameter in model.get_submodule(name).parameters()
+    )
+    listed = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:5])
+    more = f"; and {len(left) - 5} more" if len(left) > 5 else ""
+    logger.warning(f"{len(left)} layer(s) stay dense ({size / 2**20:.1f} MiB): {listed}{more}")
+
+
+def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Put dense layers of ``dtype`` back in the place of packed ones, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, MXFP4Linear):
+            model.set_submodule(name, _dense_layer(module, dtype))
+        elif hasattr(module, "restore_dense"):
+            module.restore_dense(dtype)
+    return model
+
+
+def _dense_layer(module: MXFP4Linear, dtype: torch.dtype) -> nn.Module:
+    weight = module.dequantize(dtype)
+    with torch.device("meta"):
+        if module.source_class is _conv1d_class():
+            layer = _conv1d_class()(module.out_features, module.in_features)
+            weight = weight.t().contiguous()
+        else:
+            layer = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+    layer.weight = nn.Parameter(weight)
+    if module.bias is not None:
+        layer.bias = nn.Parameter(module.bias.detach().to(dtype))
+    return layer.train(module.training)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_channel_stats(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a `channel_stats` file.
+
+    Raises:
+        ValueError: if the file does not exist or is not safetensors.
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"`channel_stats={path!r}` is not a file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except Exception as error:
+        raise ValueError(f"`channel_stats={path!r}` is not a readable safetensors file: {error}") from error
+
+
+def check_packed_checkpoint(files: list[str], config: MXFP4Config) -> None:
+    """Raise unless each packed weight of a checkpoint has its scales, in safetensors files that are whole.
+
+    transformers would warn of a missing scale and go on with zeros.
+
+    Raises:
+        OSError: for a file that cannot be read, as when a download or a copy was cut short.
+        ValueError: for a missing or surplus tensor, named.
+    """
+    names: set[str] = set()
+    for path in files:
+        if not str(path).endswith(".safetensors"):
+            return
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        except Exception as error:
+            raise OSError(f"{path} is not a complete safetensors file: {error}") from error
+    for name in sorted(names):
+        if not name.endswith("_packed"):
+            continue
+        base = name.removesuffix("_packed")
+        if f"{base}_scale" not in names:
+            raise ValueError(f"the checkpoint has {name} but not {base}_scale: it is damaged or incomplete")
+        has_macro = f"{base}_mbs" in names
+        if has_macro != (config.macro_block_size is not None):
+            raise ValueError(
+                f"the checkpoint {'has' if has_macro else 'lacks'} {base}_mbs, which does not go with "
+                f"macro_block_size={config.macro_block_size} in its configuration"
+            )
+
+
+register()  # for a process that imports this module before transformers; see hf_ext.registration.Registration
