@@ -72,7 +72,7 @@ def _quantize_module(model: nn.Module, name: str, quantizer: MXFP4HfQuantizer) -
     if shape is None:
         dense = {key: getattr(module, key) for key in fused_names(module)}
         packed = {key: quantizer.pack(f"{name}.{key}", weight) for key, weight in dense.items()}
-        make_packed_experts(module, config, placeholders=False)
+        make_packed_experts(module, config)
         for key, tensors in packed.items():
             set_packed_expert_tensors(module, key, tensors)
         return

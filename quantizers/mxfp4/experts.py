@@ -53,7 +53,6 @@ class PackedExperts:
 
     layout: PackedLayout
     packed_names: tuple[str, ...]
-    dense_placeholders: tuple[str, ...]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -124,25 +123,18 @@ def _packed_class(base: type) -> type:
     return _classes[base]
 
 
-def make_packed_experts(module: nn.Module, config: MXFP4Config, placeholders: bool) -> None:
-    """Turn an experts module into one with packed weights, in place.
-
-    Args:
-        placeholders: keep the dense parameters for a checkpoint's keys to land on; the conversion deletes them.
-    """
+def make_packed_experts(module: nn.Module, config: MXFP4Config) -> None:
+    """Turn an experts module into one with packed weights, on the meta device, in place; its dense weights go."""
     shapes, _ = packed_parameters(module, config)
-    device = torch.device("meta")
     for name, (experts, rows, columns) in shapes.items():
         tensors = {
-            suffix: torch.zeros((experts, *shape), dtype=torch.uint8, device=device)
+            suffix: torch.zeros((experts, *shape), dtype=torch.uint8, device="meta")
             for suffix, shape in packed_shapes(rows, columns, config).items()
         }
+        delattr(module, name)
         set_packed_expert_tensors(module, name, tensors)
-        if not placeholders:
-            delattr(module, name)
     module.layout = PackedLayout(config)
     module.packed_names = tuple(shapes)
-    module.dense_placeholders = tuple(shapes) if placeholders else ()
     module.__class__ = _packed_class(type(module))
 
 

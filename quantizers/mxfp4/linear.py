@@ -227,6 +227,22 @@ class MXFP4Linear(nn.Module):
         )
 
 
+def add_dense_stub(module: nn.Module, name: str) -> None:
+    """Stand an empty tensor where a packed module's dense weight was, until `remove_dense_stub`.
+
+    While it loads, transformers lets each block initialise its children's weights (GPT-2's does so by name) and skips
+    those marked as initialised, but they must exist.
+    """
+    stub = torch.empty(0)
+    stub._is_hf_initialized = True
+    module.__dict__[name] = stub
+
+
+def remove_dense_stub(module: nn.Module, name: str) -> None:
+    """Undo `add_dense_stub`."""
+    module.__dict__.pop(name, None)
+
+
 @torch.no_grad()
 def pack_weight(
     weight: torch.Tensor, config: MXFP4Config, channel_weights: torch.Tensor | None = None

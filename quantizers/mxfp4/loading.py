@@ -6,7 +6,7 @@ import torch
 from transformers.core_model_loading import ConversionOps
 
 from . import numerics
-from .linear import MXFP4Linear
+from .linear import MXFP4Linear, add_dense_stub
 
 if TYPE_CHECKING:
     from .quantizer import MXFP4HfQuantizer
@@ -46,6 +46,7 @@ class MXFP4Quantize(ConversionOps):
         transposed = isinstance(module, MXFP4Linear) and is_transposed(module)
         packed = self.hf_quantizer.pack(full_layer_name, weight.t() if transposed else weight)
         del module._parameters[parameter]
+        add_dense_stub(module, parameter)
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
         return {f"{full_layer_name}_{suffix}": tensor for suffix, tensor in packed.items()}

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .configuration import QUANT_METHOD, MXFP4Config
 from .experts import fused_names, is_fused_experts, make_packed_experts, packed_parameters
-from .linear import MXFP4Linear, pack_weight
+from .linear import MXFP4Linear, add_dense_stub, pack_weight, remove_dense_stub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +45,11 @@ class MXFP4HfQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: MXFP4Config
-    serialized_names = {"weight": ["weight_packed", "weight_scale", "weight_mbs"]}
+    # "gate_up_proj" comes before "up_proj": transformers matches these as patterns and takes the first that fits.
+    serialized_names = {
+        name: [f"{name}_packed", f"{name}_scale", f"{name}_mbs"]
+        for name in ("weight", "gate_up_proj", "up_proj", "down_proj")
+    }
 
     def __init__(self, quantization_config: MXFP4Config, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -88,7 +92,7 @@ class MXFP4HfQuantizer(HfQuantizer):
         module, name = get_module_from_name(model, param_name)
         if isinstance(module, MXFP4Linear):
             return name == "weight"
-        return name in getattr(module, "dense_placeholders", ())
+        return name in getattr(module, "packed_names", ())
 
     def get_quantize_ops(self):
         """The conversion that packs one weight while it loads."""
@@ -176,10 +180,11 @@ class MXFP4HfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any):
         for name, module in model.named_modules():
-            expected = ("weight",) if isinstance(module, MXFP4Linear) else getattr(module, "dense_placeholders", ())
+            expected = ("weight",) if isinstance(module, MXFP4Linear) else getattr(module, "packed_names", ())
             for parameter in expected:
                 if parameter in module._parameters:
                     raise ValueError(f"{name}.{parameter} is not in the checkpoint, so it could not be quantised")
+                remove_dense_stub(module, parameter)
         return model
 
     def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | None = None):
@@ -243,7 +248,7 @@ def stats_keys(name: str, module: nn.Module) -> dict[str, int]:
 
 
 def replace_layer(model: nn.Module, name: str, config: MXFP4Config, placeholder: bool) -> None:
-    """Put a packed layer, on the meta device, in the place of a dense one.
+    """Put a packed layer, on the meta device, in the place of a dense one, for a checkpoint to be loaded into.
 
     Args:
         placeholder: keep the dense weight beside the packed tensors, for the checkpoint's key to land on; the
@@ -252,17 +257,23 @@ def replace_layer(model: nn.Module, name: str, config: MXFP4Config, placeholder:
     module = model.get_submodule(name)
     shape = linear_shape(module)
     if shape is None:
-        make_packed_experts(module, config, placeholder)
-        return
-    rows, columns = shape
-    bias = module.bias
-    layer = MXFP4Linear(
-        columns, rows, bias is not None, config, device="meta", dtype=None if bias is None else bias.dtype
-    )
-    layer.source_class = type(module)
-    if placeholder:
-        layer.weight = module.weight
-    model.set_submodule(name, layer.train(module.training))
+        dense = {key: getattr(module, key) for key in fused_names(module)}
+        make_packed_experts(module, config)
+    else:
+        rows, columns = shape
+        dense = {"weight": module.weight}
+        bias = module.bias
+        layer = MXFP4Linear(
+            columns, rows, bias is not None, config, device="meta", dtype=None if bias is None else bias.dtype
+        )
+        layer.source_class = type(module)
+        model.set_submodule(name, layer.train(module.training))
+        module = layer
+    for key, weight in dense.items():
+        if placeholder:
+            setattr(module, key, weight)
+        else:
+            add_dense_stub(module, key)
 
 
 def warn_about_dense(model: nn.Module, left: dict[str, str]) -> None:
