@@ -1,8 +1,8 @@
 """Methods from recent papers at the extension points of the Hugging Face libraries.
 
 Importing this package costs milliseconds and imports neither torch nor transformers: public names resolve when they
-are used. It is also all that `AutoModelForCausalLM.from_pretrained` needs to load a checkpoint that a quantizer of this
-package wrote, whether transformers was imported before or is imported later (see `hf_ext.registration`).
+are used. It is also all that `AutoModelForCausalLM.from_pretrained` needs to load a checkpoint that a quantizer of
+this package wrote, whether transformers was imported before or is imported later (see `hf_ext.registration`).
 """
 
 from typing import TYPE_CHECKING

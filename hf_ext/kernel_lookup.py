@@ -37,7 +37,7 @@ class KernelEntry(NamedTuple):
 
 
 KERNELS: dict[str, KernelEntry] = {
-    "mxfp4_gemm": KernelEntry("hf-ext/mxfp4-gemm", 1, "hf_ext.quantizers.mxfp4.reference"),
+    "mxfp4_gemm": KernelEntry("hf-ext/mxfp4_gemm", 1, "hf_ext.quantizers.mxfp4.reference"),
 }
 
 
