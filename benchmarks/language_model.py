@@ -26,7 +26,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +44,6 @@ __all__ = [
     "environment_facts",
     "evaluate",
     "fetch_smollm2",
-    "forward_seconds",
     "gap_closed",
     "load_text",
     "paired_difference",
@@ -249,7 +247,10 @@ def _pydoc() -> str:
 
 
 TEXTS: dict[str, tuple[Callable[[], str], str]] = {
-    "wikipedia": (_wikipedia, "English Wikipedia articles of 2016, markup removed simply (in the wheel of gensim 4.4.0)"),
+    "wikipedia": (
+        _wikipedia,
+        "English Wikipedia articles of 2016, markup removed simply (in the wheel of gensim 4.4.0)",
+    ),
     "news": (
         lambda: _member(_GENSIM, _NEWS, _NEWS_SHA256).decode(),
         "300 news items of the Australian Broadcasting Corporation, the Lee corpus (in the wheel of gensim 4.4.0)",
@@ -323,10 +324,12 @@ class Evaluation:
     Attributes:
         nlls: Mean negative log-likelihood of each window, in nats a token.
         kls: Mean KL(reference || model) of each window, in nats a token; empty without a reference.
+        seconds: Wall-clock seconds of each forward pass alone.
     """
 
     nlls: list[float]
     kls: list[float]
+    seconds: list[float]
 
     @property
     def nll(self) -> float:
@@ -346,7 +349,7 @@ def evaluate(
     reference: Reference | None = None,
     *,
     keep_reference: bool = False,
-    windows_at_once: int = 2,
+    windows_at_once: int = 1,
     tick: Callable[[int], None] = lambda _: None,
 ) -> tuple[Evaluation, Reference | None]:
     """Losses and divergences of a causal language model on windows of tokens.
@@ -369,9 +372,11 @@ def evaluate(
     if reference is not None and len(reference.log_probs) != len(batch):
         raise ValueError(f"the reference has {len(reference.log_probs)} windows, the batch {len(batch)}")
     model.eval()
-    nlls, kls, kept = [], [], []
+    nlls, kls, seconds, kept = [], [], [], []
     for part in batch.split(windows_at_once):
+        start = time.perf_counter()
         logits = model(input_ids=part, use_cache=False).logits
+        seconds.append(time.perf_counter() - start)
         for ids, scores in zip(part, logits):
             scores = scores.float()
             nlls.append(F.cross_entropy(scores[:-1], ids[1:]).item())
@@ -386,22 +391,11 @@ def evaluate(
         tick(len(part))
     if not all(map(_finite, nlls + kls)):
         raise FloatingPointError(f"a loss is not finite: {nlls}")
-    return Evaluation(nlls, kls), Reference(kept) if keep_reference else None
+    return Evaluation(nlls, kls, seconds), Reference(kept) if keep_reference else None
 
 
 def _finite(value: float) -> bool:
     return value - value == 0
-
-
-@torch.inference_mode()
-def forward_seconds(model: torch.nn.Module, window: torch.Tensor, repeats: int = 3) -> float:
-    """Median wall-clock seconds of a forward pass over one window, int64 `[length]`, after a warm-up pass."""
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        model(input_ids=window[None], use_cache=False)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

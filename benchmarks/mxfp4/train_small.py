@@ -51,8 +51,8 @@ class SmallModel:
     hidden: int = 256
     layers: int = 4
     heads: int = 4
-    steps: int = 1200
-    batch: int = 8
+    steps: int = 360
+    batch: int = 16
     length: int = 256
     learning_rate: float = 0.02
     seed: int = 0

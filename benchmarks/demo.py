@@ -1,0 +1,339 @@
+"""The main job from beginning to end: `hf-ext demo`, or `make demo`.
+
+Fetches SmolLM2-135M-Instruct, quantises it while loading, measures it beside its dense self and the formats around it,
+writes the packed checkpoint and two plots, and shows that a fresh process reads the checkpoint and writes the same
+text.
+"""
+
+import contextlib
+import copy
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+from hf_ext import MXFP4Config, quantize_model
+from hf_ext.benchmarks import language_model as lm
+from hf_ext.extras import require
+from hf_ext.runlog import write_json
+
+__all__ = ["main"]
+
+_MARKER = ".hf-ext-demo"
+_CHECKPOINT = "smollm2-mxfp4"
+_TEXT, _CALIBRATION = "pydoc", "stdlib"
+_PROMPT = "Why is the sky blue? Answer in two sentences."
+_NEW_TOKENS = 48
+# What the fresh process runs: nothing but `import hf_ext` before transformers.
+_FRESH = """
+import json, sys
+import hf_ext, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_ext.benchmarks.demo import generate
+folder, prompt, threads = sys.argv[1:]
+torch.set_num_threads(int(threads))
+model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+print(json.dumps(generate(model, AutoTokenizer.from_pretrained(folder, local_files_only=True), prompt)))
+"""
+
+
+@dataclass
+class _Row:
+    name: str
+    bits: float
+    evaluation: lm.Evaluation
+    megabytes: float | None
+    layer_errors: list[float]
+    activations: bool = False
+
+    @property
+    def perplexity(self) -> float:
+        return float(torch.tensor(self.evaluation.nll).exp())
+
+
+def generate(model: nn.Module, tokenizer: Any, prompt: str) -> str:
+    """The model's answer to one message, greedily, at most 48 tokens."""
+    messages = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        tokens = model.generate(
+            **inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def _claim(out: Path, overwrite: bool) -> None:
+    """Make the folder ours, or refuse."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).exists() and not overwrite:
+        raise ValueError(f"--out {out} is not empty and not from an earlier demo; name another or pass --overwrite")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _MARKER).write_text("Made by `hf-ext demo`, which replaces its own files here when it runs again.\n")
+
+
+def _size(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
+
+
+def _layer_errors(dense: nn.Module, model: nn.Module) -> list[float]:
+    """|W - W^|^2 / |W|^2 of each decoder layer's converted weights."""
+    from hf_ext.quantizers.mxfp4 import MXFP4Linear
+
+    signal: dict[int, float] = {}
+    noise: dict[int, float] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, MXFP4Linear):
+            continue
+        layer = int(name.split(".layers.")[1].split(".")[0])
+        weight = dense.get_submodule(name).weight.detach()
+        noise[layer] = noise.get(layer, 0.0) + (module.dequantize() - weight).square().sum().item()
+        signal[layer] = signal.get(layer, 0.0) + weight.square().sum().item()
+    return [noise[layer] / signal[layer] for layer in sorted(noise)]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars of transformers among ours."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint, the plots and the table.")] = Path("demo"),
+    prompt: Annotated[str, typer.Option(help="What to ask the model.")] = _PROMPT,
+    windows: Annotated[int, typer.Option(help="Windows of 512 tokens to measure on.")] = 4,
+    threads: Annotated[int, typer.Option(help="Threads of PyTorch; 0 takes its default.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Write into a folder that holds other things.")] = False,
+) -> None:
+    """Quantise a real language model, measure it beside its peers, save it, and reload it in a fresh process."""
+    if windows < 2:
+        raise ValueError(f"--windows must be at least 2, got {windows}")
+    require("matplotlib", extra="demo")
+    _claim(out, overwrite)
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console()
+    begin = time.perf_counter()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with _quiet(), Progress(*columns, console=console, transient=True) as progress:
+        rows, texts = _measure(out, prompt, windows, progress)
+        task = progress.add_task("a fresh process loads the checkpoint and generates", total=None)
+        fresh = _in_fresh_process(out / _CHECKPOINT, prompt)
+        progress.remove_task(task)
+        _plot_perplexity(rows, out / "perplexity.png")
+        _plot_layers(rows, out / "weight_error.png")
+    write_json(
+        out / "table.json",
+        [
+            {
+                "format": row.name,
+                "bits_per_weight": row.bits,
+                "perplexity": row.perplexity,
+                "kl": row.evaluation.kl,
+                "megabytes": row.megabytes,
+                "nlls": row.evaluation.nlls,
+            }
+            for row in rows
+        ],
+    )
+    console.print(_table(rows, windows))
+    console.print(
+        "The embedding, which is also the output head, stays in float32 in every row (113 MB of the file). "
+        "W4A4: inputs of the layers are rounded to MXFP4 too."
+    )
+    console.print(Panel(texts["dense"], title=f"dense: {prompt}", title_align="left"))
+    console.print(Panel(texts["packed"], title="MXFP4, calibrated", title_align="left"))
+    same = fresh == texts["packed"]
+    if not same:
+        console.print(Panel(fresh, title="[red]the fresh process wrote another text", title_align="left"))
+        raise SystemExit(1)
+    console.print("[green]A fresh process loaded the checkpoint and wrote the same text.")
+    console.print(
+        f"Checkpoint: {out / _CHECKPOINT}", f"Plots: {out / 'perplexity.png'}, {out / 'weight_error.png'}", sep="\n"
+    )
+    console.print(f"Done in {time.perf_counter() - begin:.0f} s.")
+
+
+def _measure(out: Path, prompt: str, windows: int, progress: Progress) -> tuple[list[_Row], dict[str, str]]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    task = progress.add_task("fetching SmolLM2-135M-Instruct", total=7 * (windows + 1))
+
+    def step(text: str) -> None:
+        progress.update(task, description=text)
+
+    def tick(done: int = 1) -> None:
+        progress.advance(task, done)
+
+    folder = lm.fetch_smollm2(say=step)
+    step("loading the dense model")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    batch = lm.windows(lm.tokenize(tokenizer, lm.load_text(_TEXT).text), windows)
+    texts = {"dense": generate(dense, tokenizer, prompt)}
+    tick()
+    step("measuring the dense model")
+    evaluation, reference = lm.evaluate(dense, batch, keep_reference=True, tick=tick)
+    zero = lm.Evaluation(evaluation.nlls, [0.0] * windows, evaluation.seconds)
+    rows = [_Row("dense float32", 32.0, zero, _size(folder), [])]
+
+    def measure(name: str, model: nn.Module, megabytes: float | None, activations: bool = False) -> None:
+        step(f"measuring {name}")
+        found, _ = lm.evaluate(model, batch, reference, tick=tick)
+        rows.append(_Row(name, _packed_bits(model), found, megabytes, _layer_errors(dense, model), activations))
+
+    # The one line that users need; the rest of this function measures what it does.
+    for name, config in (
+        ("OCP MXFP4", MXFP4Config.ocp()),
+        ("MXFP4 + OAS + MBS", MXFP4Config()),
+        ("OCP MXFP4, W4A4", MXFP4Config.ocp(activation="mxfp4")),
+    ):
+        step(f"quantising while loading: {name}")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, dtype=torch.float32, local_files_only=True
+        )
+        tick()
+        size = None
+        if config.activation is None:
+            with tempfile.TemporaryDirectory(dir=out, prefix=".size-") as scratch:
+                model.save_pretrained(scratch)
+                size = _size(Path(scratch))
+        measure(name, model, size, config.activation is not None)
+        del model
+        gc.collect()
+
+    step("quantising with calibration")
+    calibration = lm.calibration_windows(tokenizer, _CALIBRATION)
+    model = quantize_model(copy.deepcopy(dense), MXFP4Config(search_exponents=True), calibration)
+    tick()
+    step("saving the packed checkpoint")
+    partial = out / f"{_CHECKPOINT}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(out / _CHECKPOINT, ignore_errors=True)
+    partial.rename(out / _CHECKPOINT)
+    measure("MXFP4 + OAS + MBS, calibrated", model, _size(out / _CHECKPOINT))
+    step("generating with the packed model")
+    texts["packed"] = generate(model, tokenizer, prompt)
+    del model
+    step("quantising with calibration, W4A4")
+    both = MXFP4Config(search_exponents=True, activation="mxfp4")
+    model = quantize_model(copy.deepcopy(dense), both, calibration)
+    tick()
+    measure("MXFP4 + OAS + MBS, calibrated, W4A4", model, None, True)
+    progress.remove_task(task)
+    return rows, texts
+
+
+def _packed_bits(model: nn.Module) -> float:
+    from hf_ext.benchmarks.mxfp4.formats import packed_bits
+
+    return packed_bits(model)
+
+
+def _in_fresh_process(folder: Path, prompt: str) -> str:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", _FRESH, str(folder), prompt, str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"the fresh process failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _table(rows: list[_Row], windows: int) -> Table:
+    table = Table(title=f"SmolLM2-135M-Instruct on Python's language reference, {windows} windows of 512 tokens")
+    for name in ("format", "bits a weight", "perplexity", "KL to dense", "size on disk"):
+        table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    for row in rows:
+        size = "as W4A16" if row.megabytes is None else f"{row.megabytes:.0f} MB"
+        table.add_row(row.name, f"{row.bits:.3f}", f"{row.perplexity:.2f}", f"{row.evaluation.kl:.3f}", size)
+    return table
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+_COLOURS = {"OCP": "#b2541a", "ours": "#1f6f9e", "dense": "#555555"}
+
+
+def _colour(name: str) -> str:
+    return _COLOURS["dense" if name.startswith("dense") else "OCP" if name.startswith("OCP") else "ours"]
+
+
+def _plot_perplexity(rows: list[_Row], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = _figure(8, 0.5 * len(rows) + 1.2)
+    shown = sorted(rows, key=lambda row: -row.perplexity)
+    bars = axes.barh(
+        [row.name for row in shown], [row.perplexity for row in shown], color=[_colour(row.name) for row in shown]
+    )
+    axes.bar_label(bars, [f"{row.perplexity:.1f}  ({row.bits:.2f} bits)" for row in shown], padding=4)
+    axes.set_xlim(0, 1.22 * shown[0].perplexity)
+    axes.set_xlabel("perplexity (lower is better)")
+    axes.set_title("SmolLM2-135M-Instruct on Python's language reference", loc="left")
+    axes.tick_params(axis="y", length=0)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _plot_layers(rows: list[_Row], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = _figure(8, 4.2)
+    for row in rows:
+        if row.layer_errors and not row.activations:
+            style = "--" if "calibrated" in row.name else "-"
+            axes.plot(row.layer_errors, style, color=_colour(row.name), marker="o", markersize=3)
+            axes.annotate(
+                row.name.replace(" + OAS + MBS", "\n+ OAS + MBS").replace(", calibrated", ",\ncalibrated"),
+                (len(row.layer_errors) - 1, row.layer_errors[-1]),
+                (8, 0),
+                textcoords="offset points",
+                va="center",
+                color=_colour(row.name),
+            )
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(right=len(rows[1].layer_errors) * 1.22)
+    axes.set_xlabel("decoder layer")
+    axes.set_ylabel("relative squared error of the weights")
+    axes.set_title("What rounding does to the weights, layer by layer", loc="left")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    typer.run(main)

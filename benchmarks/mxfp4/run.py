@@ -1,0 +1,295 @@
+"""Measure the MXFP4 formats and their peers on language models: `hf-ext bench mxfp4`.
+
+One row a model, text, format and treatment of activations is appended to one data file; a row that is there already
+is not measured again, so a run that was stopped goes on where it was. `python -m hf_ext.benchmarks.report` makes the
+plots and RESULTS.md from the file.
+
+Three models: SmolLM2-135M-Instruct; the same with its weights dithered off the 4-bit grid that they come from; and a
+small Llama trained from scratch (`train_small`). Each dense model is the baseline of its own formats.
+"""
+
+import gc
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+
+from hf_ext.benchmarks import language_model as lm
+from hf_ext.benchmarks.mxfp4.formats import DENSE, FORMATS, MAIN, NVFP4, OCP, Format, prepare
+from hf_ext.benchmarks.mxfp4.train_small import held_out_text, train_small
+from hf_ext.runlog import RunLog
+
+__all__ = ["KEY", "data_file", "derived", "dither", "main"]
+
+KEY = ("model", "text", "windows", "format", "activation")
+_PACKAGES = ("torch", "transformers", "hf-ext")
+
+
+class _Model(NamedTuple):
+    folder: Path
+    dense: nn.Module
+    tokenizer: Any
+    texts: dict[str, str]
+
+
+def data_file() -> Path:
+    """Where rows go by default: the repository's file in a checkout, else the working folder."""
+    here = Path(__file__).resolve()
+    if (here.parents[2] / "pyproject.toml").exists():
+        return here.parent / "data" / "results.jsonl"
+    return Path("benchmarks/mxfp4/data/results.jsonl")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _load(folder: Path) -> tuple[nn.Module, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@torch.no_grad()
+def dither(model: nn.Module, block: int = 32, levels: int = 16, seed: int = 0) -> nn.Module:
+    """Move the weights of linear layers off a grid of `levels` values a block, in place.
+
+    A Q4_1 block of 32 holds 16 equally spaced values between its smallest and its largest, so its step is their
+    distance over 15; every weight gets uniform noise of plus or minus half a step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and "lm_head" not in name:
+            blocks = module.weight.view(len(module.weight), -1, block)
+            step = (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / (levels - 1)
+            blocks.add_(step * (torch.rand(blocks.shape, generator=generator) - 0.5))
+    return model
+
+
+def _smollm2(say: Callable[[str], None], texts: list[str]) -> _Model:
+    folder = lm.fetch_smollm2(say=say)
+    return _Model(folder, *_load(folder), {name: lm.load_text(name).text for name in texts})
+
+
+def _dithered(say: Callable[[str], None], texts: list[str]) -> _Model:
+    model = _smollm2(say, texts[:1])
+    dither(model.dense)
+    return model
+
+
+def _small(say: Callable[[str], None], texts: list[str]) -> _Model:
+    say("training the small Llama (once, about ten minutes)")
+    folder = train_small()
+    return _Model(folder, *_load(folder), {"wikipedia, held out": held_out_text()})
+
+
+_MODELS = {"smollm2": _smollm2, "smollm2 dithered": _dithered, "small llama": _small}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def derived(row: dict[str, Any], ocp: dict[str, Any] | None, nvfp4: dict[str, Any] | None) -> dict[str, Any]:
+    """Comparisons of a row with the two baselines under the same treatment of activations, as value and error.
+
+    Returns:
+        `versus_ocp`, `versus_nvfp4`: paired difference of NLL `[mean, se]`; `gap_closed`: share of the loss between
+        the two that the row gains `[share, se]`. None where a baseline is missing or the row is the baseline itself.
+    """
+    facts: dict[str, Any] = {"versus_ocp": None, "versus_nvfp4": None, "gap_closed": None}
+    if ocp is not None and row["format"] != OCP:
+        facts["versus_ocp"] = list(lm.paired_difference(row["nlls"], ocp["nlls"]))
+    if nvfp4 is not None and row["format"] != NVFP4:
+        facts["versus_nvfp4"] = list(lm.paired_difference(row["nlls"], nvfp4["nlls"]))
+    if ocp is not None and nvfp4 is not None and row["format"] not in (OCP, NVFP4, DENSE, "bf16"):
+        facts["gap_closed"] = list(lm.gap_closed(row["nlls"], ocp["nlls"], nvfp4["nlls"]))
+    return facts
+
+
+def _wanted(model: str, text: str, everything: bool, quick: bool, only: str | None) -> list[Format]:
+    """Formats measured on a text: all on SmolLM2's first, the main ones elsewhere."""
+    if only is not None:
+        return [FORMATS[only]]
+    if quick:
+        return [FORMATS[name] for name in (DENSE, OCP, NVFP4, "oas + mbs static 32/128", "weighted 32/128")]
+    if everything or (model == "smollm2" and text == "wikipedia"):
+        return list(FORMATS.values())
+    return [FORMATS[name] for name in MAIN]
+
+
+def main(
+    windows: Annotated[int, typer.Option(help="Windows of 512 tokens a text, evenly spaced.")] = 12,
+    texts: Annotated[str, typer.Option(help="Texts, by comma: wikipedia, pydoc, news.")] = "wikipedia,pydoc,news",
+    models: Annotated[
+        str, typer.Option(help="Models, by comma: smollm2, smollm2 dithered, small llama.")
+    ] = "smollm2,smollm2 dithered,small llama",
+    threads: Annotated[int, typer.Option(help="Threads of PyTorch.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Data file; rows are appended. [default: results.jsonl]")] = None,
+    quick: Annotated[bool, typer.Option(help="Two windows of one text, five formats: two minutes.")] = False,
+    everything: Annotated[
+        bool, typer.Option(help="All formats on all texts and models, not only the main ones.")
+    ] = False,
+    only: Annotated[str | None, typer.Option(help="One format, by its name in the rows.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Measure rows again that are in the file.")] = False,
+) -> None:
+    """Losses, bits and times of MXFP4 formats and their peers; resumable, about 45 minutes in full on two threads."""
+    if only is not None and only not in FORMATS:
+        raise ValueError(f"`--only` must be one of: {'; '.join(FORMATS)}; got {only!r}")
+    model_names = [name.strip() for name in models.split(",")]
+    text_names = [name.strip() for name in texts.split(",")]
+    for option, names, known in (("--models", model_names, _MODELS), ("--texts", text_names, lm.TEXTS)):
+        if unknown := set(names) - set(known):
+            raise ValueError(f"`{option}` knows {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    if windows < 2:
+        raise ValueError(f"`--windows` must be at least 2, or there is no standard error; got {windows}")
+    if quick:
+        windows, text_names, model_names = 2, text_names[:1], model_names[:1]
+        out = out or lm.cache_folder() / "bench-mxfp4-quick.jsonl"
+    log = RunLog(out or data_file(), KEY)
+    torch.set_num_threads(threads)
+    console = Console()
+    command = "hf-ext bench mxfp4 " + shlex.join(
+        sys.argv[sys.argv.index("mxfp4") + 1 :] if "mxfp4" in sys.argv else sys.argv[1:]
+    )
+    measured: set[tuple] = set()
+    for name in model_names:
+        _measure_model(
+            name, text_names, windows, log, console, command.strip(), quick, everything, only, overwrite, measured
+        )
+    console.print(f"{len(measured)} rows measured; all rows are in {log.path}", soft_wrap=True)
+
+
+def _measure_model(
+    model_name: str,
+    text_names: list[str],
+    windows: int,
+    log: RunLog,
+    console: Console,
+    command: str,
+    quick: bool,
+    everything: bool,
+    only: str | None,
+    overwrite: bool,
+    measured: set[tuple],
+) -> None:
+    with console.status(f"loading {model_name}") as status:
+        model = _MODELS[model_name](lambda text: status.update(text), text_names)
+    batches = {text: lm.windows(lm.tokenize(model.tokenizer, model.texts[text]), windows) for text in model.texts}
+    hashes = {text: lm._sha256(content.encode()) for text, content in model.texts.items()}
+    calibration = lm.calibration_windows(model.tokenizer)
+    # (format, activation) -> texts; the order of FORMATS, so that the baselines come first.
+    work: dict[tuple[str, str], list[str]] = {}
+    for text in model.texts:
+        for entry in _wanted(model_name, text, everything, quick, only):
+            for activation in entry.activations:
+                key = {"model": model_name, "text": text, "windows": windows, "format": entry.name}
+                if overwrite or not log.done(**key, activation=activation):
+                    work.setdefault((entry.name, activation), []).append(text)
+    if not work:
+        return
+    work = {
+        (entry.name, activation): work[entry.name, activation]
+        for entry in FORMATS.values()
+        for activation in entry.activations
+        if (entry.name, activation) in work
+    }
+    needed = {text for pending in work.values() for text in pending}
+    references, dense_evaluations = {}, {}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        total = windows * (len(needed) + sum(len(pending) for (name, _), pending in work.items() if name != DENSE))
+        task = progress.add_task(model_name, total=total)
+
+        def tick(done: int) -> None:
+            progress.advance(task, done)
+
+        for text in sorted(needed):
+            progress.update(task, description=f"{model_name}: dense on {text}")
+            dense_evaluations[text], references[text] = lm.evaluate(
+                model.dense, batches[text], keep_reference=True, tick=tick
+            )
+        for (name, activation), pending in work.items():
+            progress.update(task, description=f"{model_name}: {name}, activations {activation}")
+            facts = {
+                "command": command,
+                "calibration": "stdlib, 2 windows" if FORMATS[name].calibrated else None,
+                **lm.environment_facts((*_PACKAGES, *FORMATS[name].packages)),
+            }
+            start = time.perf_counter()
+            try:
+                with prepare(model.dense, FORMATS[name], activation, calibration, str(model.folder)) as prepared:
+                    seconds = time.perf_counter() - start
+                    for text in pending:
+                        key = {"model": model_name, "text": text, "windows": windows, "format": name}
+                        if name == DENSE:
+                            found = lm.Evaluation(
+                                dense_evaluations[text].nlls, [0.0] * windows, dense_evaluations[text].seconds
+                            )
+                        else:
+                            found, _ = lm.evaluate(prepared.model, batches[text], references[text], tick=tick)
+                        row = key | {
+                            "activation": activation,
+                            "group": FORMATS[name].group,
+                            "bits_per_weight": prepared.bits_per_weight,
+                            "relative_mse": prepared.relative_mse,
+                            "nll": found.nll,
+                            "kl": found.kl,
+                            "nlls": found.nlls,
+                            "kls": found.kls,
+                            "seconds_to_prepare": round(seconds, 2),
+                            "time_ratio": min(found.seconds) / min(dense_evaluations[text].seconds)
+                            if prepared.timed
+                            else None,
+                            "text_sha256": hashes[text],
+                            "note": prepared.note,
+                            **facts,
+                        }
+                        row |= derived(row, *_baselines(log, key, activation))
+                        log.append(row)
+                        measured.add(tuple(key.values()) + (activation,))
+            except Exception as error:
+                if FORMATS[name].group != "peer":
+                    raise
+                # What a peer says on this machine is a result too.
+                said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:400]
+                for text in pending:
+                    key = {"model": model_name, "text": text, "windows": windows, "format": name}
+                    log.append(key | {"activation": activation, "group": "peer", "error": said, **facts})
+                    tick(windows)
+            gc.collect()
+
+
+def _baselines(
+    log: RunLog, key: dict[str, Any], activation: str
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    rows = log.latest()
+    own = "none" if activation == "none" else "own"
+
+    def find(name: str) -> dict[str, Any] | None:
+        wanted = (*({**key, "format": name}[field] for field in KEY[:-1]), own)
+        return rows.get(tuple(value if isinstance(value, str) else json.dumps(value) for value in wanted))
+
+    return find(OCP), find(NVFP4)
+
+
+if __name__ == "__main__":
+    typer.run(main)
