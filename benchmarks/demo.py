@@ -7,6 +7,7 @@ text.
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ from torch import nn
 
 from hf_ext import MXFP4Config, quantize_model
 from hf_ext.benchmarks import language_model as lm
+from hf_ext.benchmarks.mxfp4.formats import FORMATS, NVFP4, packed_bits, prepare, set_layout
 from hf_ext.extras import require
 from hf_ext.runlog import write_json
 
@@ -38,7 +40,7 @@ __all__ = ["main"]
 _MARKER = ".hf-ext-demo"
 _CHECKPOINT = "smollm2-mxfp4"
 _TEXT, _CALIBRATION = "pydoc", "stdlib"
-_PROMPT = "Why is the sky blue? Answer in two sentences."
+_PROMPT = "What is the capital of France, and what is it known for?"
 _NEW_TOKENS = 48
 # What the fresh process runs: nothing but `import hf_ext` before transformers.
 _FRESH = """
@@ -162,8 +164,9 @@ def main(
     )
     console.print(_table(rows, windows))
     console.print(
-        "The embedding, which is also the output head, stays in float32 in every row (113 MB of the file). "
-        "W4A4: inputs of the layers are rounded to MXFP4 too."
+        "Bits a weight of the linear layers; the embedding, which is also the output head, stays in float32 (113 MB). "
+        "W4A4: the inputs of the layers are rounded too, else W4A16. Calibrated on Python source code. KL: of the "
+        "dense model's predictions, nats a token."
     )
     console.print(Panel(texts["dense"], title=f"dense: {prompt}", title_align="left"))
     console.print(Panel(texts["packed"], title="MXFP4, calibrated", title_align="left"))
@@ -181,7 +184,7 @@ def main(
 def _measure(out: Path, prompt: str, windows: int, progress: Progress) -> tuple[list[_Row], dict[str, str]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    task = progress.add_task("fetching SmolLM2-135M-Instruct", total=7 * (windows + 1))
+    task = progress.add_task("fetching SmolLM2-135M-Instruct", total=9 * windows + 4)
 
     def step(text: str) -> None:
         progress.update(task, description=text)
@@ -201,35 +204,35 @@ def _measure(out: Path, prompt: str, windows: int, progress: Progress) -> tuple[
     zero = lm.Evaluation(evaluation.nlls, [0.0] * windows, evaluation.seconds)
     rows = [_Row("dense float32", 32.0, zero, _size(folder), [])]
 
-    def measure(name: str, model: nn.Module, megabytes: float | None, activations: bool = False) -> None:
+    def measure(name: str, model: nn.Module, bits: float, megabytes: float | None, activations: bool = False) -> None:
         step(f"measuring {name}")
         found, _ = lm.evaluate(model, batch, reference, tick=tick)
-        rows.append(_Row(name, _packed_bits(model), found, megabytes, _layer_errors(dense, model), activations))
+        rows.append(_Row(name, bits, found, megabytes, _layer_errors(dense, model), activations))
 
-    # The one line that users need; the rest of this function measures what it does.
-    for name, config in (
-        ("OCP MXFP4", MXFP4Config.ocp()),
-        ("MXFP4 + OAS + MBS", MXFP4Config()),
-        ("OCP MXFP4, W4A4", MXFP4Config.ocp(activation="mxfp4")),
-    ):
+    def measure_packed(name: str, model: nn.Module, config: MXFP4Config, saved: Path) -> None:
+        bits = packed_bits(model)
+        measure(name, model, bits, _size(saved))
+        # The same packed weights with inputs rounded too.
+        set_layout(model, dataclasses.replace(config, activation="mxfp4"))
+        measure(f"{name}, W4A4", model, bits, None, True)
+        set_layout(model, config)
+        tick()
+
+    # What a user writes is this one line; the rest of the function measures what it does.
+    for name, config in (("OCP MXFP4", MXFP4Config.ocp()), ("OAS + MBS", MXFP4Config())):
         step(f"quantising while loading: {name}")
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=config, dtype=torch.float32, local_files_only=True
         )
-        tick()
-        size = None
-        if config.activation is None:
-            with tempfile.TemporaryDirectory(dir=out, prefix=".size-") as scratch:
-                model.save_pretrained(scratch)
-                size = _size(Path(scratch))
-        measure(name, model, size, config.activation is not None)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".size-") as scratch:
+            model.save_pretrained(scratch)
+            measure_packed(name, model, config, Path(scratch))
         del model
         gc.collect()
 
     step("quantising with calibration")
-    calibration = lm.calibration_windows(tokenizer, _CALIBRATION)
-    model = quantize_model(copy.deepcopy(dense), MXFP4Config(search_exponents=True), calibration)
-    tick()
+    config = MXFP4Config(search_exponents=True)
+    model = quantize_model(copy.deepcopy(dense), config, lm.calibration_windows(tokenizer, _CALIBRATION))
     step("saving the packed checkpoint")
     partial = out / f"{_CHECKPOINT}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -237,23 +240,15 @@ def _measure(out: Path, prompt: str, windows: int, progress: Progress) -> tuple[
     tokenizer.save_pretrained(partial)
     shutil.rmtree(out / _CHECKPOINT, ignore_errors=True)
     partial.rename(out / _CHECKPOINT)
-    measure("MXFP4 + OAS + MBS, calibrated", model, _size(out / _CHECKPOINT))
+    measure_packed("OAS + MBS, calibrated", model, config, out / _CHECKPOINT)
     step("generating with the packed model")
     texts["packed"] = generate(model, tokenizer, prompt)
     del model
-    step("quantising with calibration, W4A4")
-    both = MXFP4Config(search_exponents=True, activation="mxfp4")
-    model = quantize_model(copy.deepcopy(dense), both, calibration)
-    tick()
-    measure("MXFP4 + OAS + MBS, calibrated, W4A4", model, None, True)
+    for name, activation in (("NVFP4 (emulated)", "none"), ("NVFP4 (emulated), W4A4", "own")):
+        with prepare(dense, FORMATS[NVFP4], activation, batch[:0], str(folder)) as prepared:
+            measure(name, prepared.model, prepared.bits_per_weight, None, activation == "own")
     progress.remove_task(task)
     return rows, texts
-
-
-def _packed_bits(model: nn.Module) -> float:
-    from hf_ext.benchmarks.mxfp4.formats import packed_bits
-
-    return packed_bits(model)
 
 
 def _in_fresh_process(folder: Path, prompt: str) -> str:
@@ -267,10 +262,10 @@ def _in_fresh_process(folder: Path, prompt: str) -> str:
 
 def _table(rows: list[_Row], windows: int) -> Table:
     table = Table(title=f"SmolLM2-135M-Instruct on Python's language reference, {windows} windows of 512 tokens")
-    for name in ("format", "bits a weight", "perplexity", "KL to dense", "size on disk"):
+    for name in ("format", "bits", "perplexity", "KL", "on disk"):
         table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
     for row in rows:
-        size = "as W4A16" if row.megabytes is None else f"{row.megabytes:.0f} MB"
+        size = "" if row.megabytes is None else f"{row.megabytes:.0f} MB"
         table.add_row(row.name, f"{row.bits:.3f}", f"{row.perplexity:.2f}", f"{row.evaluation.kl:.3f}", size)
     return table
 
@@ -286,11 +281,11 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-_COLOURS = {"OCP": "#b2541a", "ours": "#1f6f9e", "dense": "#555555"}
+_COLOURS = {"OCP": "#b2541a", "OAS": "#1f6f9e", "dense": "#555555", "NVFP4": "#5b8c3a"}
 
 
 def _colour(name: str) -> str:
-    return _COLOURS["dense" if name.startswith("dense") else "OCP" if name.startswith("OCP") else "ours"]
+    return _COLOURS[name.split()[0]]
 
 
 def _plot_perplexity(rows: list[_Row], path: Path) -> None:
@@ -302,7 +297,7 @@ def _plot_perplexity(rows: list[_Row], path: Path) -> None:
         [row.name for row in shown], [row.perplexity for row in shown], color=[_colour(row.name) for row in shown]
     )
     axes.bar_label(bars, [f"{row.perplexity:.1f}  ({row.bits:.2f} bits)" for row in shown], padding=4)
-    axes.set_xlim(0, 1.22 * shown[0].perplexity)
+    axes.set_xlim(0, 1.3 * shown[0].perplexity)
     axes.set_xlabel("perplexity (lower is better)")
     axes.set_title("SmolLM2-135M-Instruct on Python's language reference", loc="left")
     axes.tick_params(axis="y", length=0)
@@ -313,21 +308,14 @@ def _plot_perplexity(rows: list[_Row], path: Path) -> None:
 def _plot_layers(rows: list[_Row], path: Path) -> None:
     from matplotlib import pyplot
 
-    figure, axes = _figure(8, 4.2)
-    for row in rows:
-        if row.layer_errors and not row.activations:
-            style = "--" if "calibrated" in row.name else "-"
-            axes.plot(row.layer_errors, style, color=_colour(row.name), marker="o", markersize=3)
-            axes.annotate(
-                row.name.replace(" + OAS + MBS", "\n+ OAS + MBS").replace(", calibrated", ",\ncalibrated"),
-                (len(row.layer_errors) - 1, row.layer_errors[-1]),
-                (8, 0),
-                textcoords="offset points",
-                va="center",
-                color=_colour(row.name),
-            )
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(right=len(rows[1].layer_errors) * 1.22)
+    figure, axes = _figure(8.5, 4.2)
+    shown = [row for row in rows if row.layer_errors and not row.activations]
+    for row in shown:
+        style = "--" if "calibrated" in row.name else "-"
+        axes.plot(row.layer_errors, style, color=_colour(row.name), marker="o", markersize=3, label=row.name)
+    every = [error for row in shown for error in row.layer_errors]
+    axes.set_ylim(0.9 * min(every), 1.05 * max(every))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.set_xlabel("decoder layer")
     axes.set_ylabel("relative squared error of the weights")
     axes.set_title("What rounding does to the weights, layer by layer", loc="left")

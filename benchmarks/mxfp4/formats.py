@@ -6,6 +6,7 @@ package; NVFP4 is the reference arithmetic of `quantizers.mxfp4.numerics` (which
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from hf_ext import MXFP4Config, quantize_model
 from hf_ext.quantizers.mxfp4 import MXFP4Linear, numerics
 from hf_ext.quantizers.mxfp4.linear import PackedLayout
 
-__all__ = ["FORMATS", "MAIN", "Format", "Prepared", "prepare"]
+__all__ = ["FORMATS", "MAIN", "Format", "Prepared", "packed_bits", "prepare", "set_layout"]
 
 OCP, NVFP4, DENSE = "ocp 32", "nvfp4", "fp32"
 _RULE = {"macro_block_size": None, "activation_macro_block_size": None}
@@ -128,6 +129,7 @@ class Prepared:
         timed: Whether a forward pass runs the format's own path, so that its time means something.
         note: A remark for the row.
         hooks: Removed when the measurement is over.
+        seconds: It took our product to quantise the model (None for others).
     """
 
     model: nn.Module
@@ -136,6 +138,7 @@ class Prepared:
     timed: bool
     note: str = ""
     hooks: list[Any] = field(default_factory=list)
+    seconds: float | None = None
 
 
 def _linear_names(dense: nn.Module) -> list[str]:
@@ -183,17 +186,26 @@ def prepare(
         yield Prepared(model, 16.0, error, timed=False, note="weights rounded to bf16, computed in float32")
         return
     rounding = _nvfp4 if entry.name == NVFP4 else _PEERS[entry.name]
+    rule = _SAME_RULE.get(entry.name)
     bits = count = signal = noise = 0.0
+    equal = True
     for name in names:
         layer = model.get_submodule(name)
         weight, stored = rounding(layer.weight.detach())
         noise += (weight.float() - layer.weight.detach()).square().sum(dtype=torch.float64).item()
         signal += layer.weight.detach().square().sum(dtype=torch.float64).item()
+        if rule is not None:
+            equal &= torch.equal(
+                weight.float(), numerics.fake_quantize(layer.weight.detach(), scale_rule=rule, **_PLAIN)
+            )
         bits, count = bits + stored, count + layer.weight.numel()
         layer.weight = nn.Parameter(weight.float(), requires_grad=False)
         if activation == "own":
             layer.register_forward_pre_hook(lambda _, args: (_by_sample(rounding, args[0]),))
-    yield Prepared(model, bits / count, noise / signal, timed=False, note="expanded weights in dense layers")
+    note = "expanded weights in dense layers"
+    if rule is not None:
+        note += f"; all weights {'equal' if equal else 'do not equal'} those of our rule {rule} bit for bit"
+    yield Prepared(model, bits / count, noise / signal, timed=False, note=note)
 
 
 class _LastPacked:
@@ -203,6 +215,7 @@ class _LastPacked:
         self.key: Any = None
         self.model: nn.Module | None = None
         self.relative_mse = 0.0
+        self.seconds = 0.0
 
 
 _last = _LastPacked()
@@ -215,7 +228,10 @@ def _prepare_ours(
     if _last.key != key:
         _last.key = _last.model = None
         config = MXFP4Config(**entry.config)
-        model = quantize_model(copy.deepcopy(dense), config, calibration if entry.calibrated else None)
+        model = copy.deepcopy(dense)
+        start = time.perf_counter()
+        quantize_model(model, config, calibration if entry.calibrated else None)
+        _last.seconds = time.perf_counter() - start
         converted = [name for name, module in model.named_modules() if isinstance(module, MXFP4Linear)]
         if converted != names:
             raise RuntimeError(f"{entry.name}: converted {len(converted)} layers, expected {len(names)}")
@@ -228,9 +244,7 @@ def _prepare_ours(
     if kind in ("own", "macro"):
         config.activation, config.activation_macro_block_size = "mxfp4", int(size) if size else None
         config.post_init()
-    layers = [_last.model.get_submodule(name) for name in names]
-    for layer in layers:
-        layer.layout = PackedLayout(config)
+    set_layout(_last.model, config)
     note, hooks = "", []
     if kind == "dynamic":
         note = "activations by numerics.fake_quantize with the dynamic search"
@@ -238,9 +252,16 @@ def _prepare_ours(
         def hook(_: nn.Module, args: tuple) -> tuple:
             return (numerics.fake_quantize(args[0], search="dynamic", macro_block_size=int(size)),)
 
-        hooks = [layer.register_forward_pre_hook(hook) for layer in layers]
+        hooks = [_last.model.get_submodule(name).register_forward_pre_hook(hook) for name in names]
     timed = kind != "dynamic"
-    return Prepared(_last.model, packed_bits(_last.model), _last.relative_mse, timed, note, hooks)
+    return Prepared(_last.model, packed_bits(_last.model), _last.relative_mse, timed, note, hooks, _last.seconds)
+
+
+def set_layout(model: nn.Module, config: MXFP4Config) -> None:
+    """Let the packed layers of a model treat their inputs as `config` says, without packing the weights again."""
+    for module in model.modules():
+        if isinstance(module, MXFP4Linear):
+            module.layout = PackedLayout(config)
 
 
 def packed_bits(model: nn.Module) -> float:
@@ -340,6 +361,14 @@ _PEERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, int]]] = {
     "hqq 4 bit, groups of 64": _hqq,
     "quanto int4, groups of 128": _quanto,
 }
+
+
+_SAME_RULE = {
+    "torchao mxfp4 (rceil)": "ceil",
+    "torchao mxfp4 (even)": "even",
+    "compressed-tensors mxfp4": "even",
+}
+_PLAIN = {"macro_block_size": None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

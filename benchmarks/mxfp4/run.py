@@ -9,10 +9,10 @@ small Llama trained from scratch (`train_small`). Each dense model is the baseli
 """
 
 import gc
+import hashlib
 import json
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,13 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from hf_ext.benchmarks import language_model as lm
-from hf_ext.benchmarks.mxfp4.formats import DENSE, FORMATS, MAIN, NVFP4, OCP, Format, prepare
+from hf_ext.benchmarks.mxfp4.formats import DENSE, FORMATS, MAIN, NVFP4, OCP, Format, Prepared, prepare
 from hf_ext.benchmarks.mxfp4.train_small import held_out_text, train_small
 from hf_ext.runlog import RunLog
 
 __all__ = ["KEY", "data_file", "derived", "dither", "main"]
 
 KEY = ("model", "text", "windows", "format", "activation")
+_SMALL_FACTOR = 4  # the small model's losses differ little between formats, and its windows cost little
+_QUICK = (DENSE, OCP, NVFP4, "oas + mbs static 32/128", "weighted 32/128")
 _PACKAGES = ("torch", "transformers", "hf-ext")
 
 
@@ -119,15 +121,24 @@ def derived(row: dict[str, Any], ocp: dict[str, Any] | None, nvfp4: dict[str, An
     return facts
 
 
-def _wanted(model: str, text: str, everything: bool, quick: bool, only: str | None) -> list[Format]:
-    """Formats measured on a text: all on SmolLM2's first, the main ones elsewhere."""
-    if only is not None:
-        return [FORMATS[only]]
-    if quick:
-        return [FORMATS[name] for name in (DENSE, OCP, NVFP4, "oas + mbs static 32/128", "weighted 32/128")]
-    if everything or (model == "smollm2" and text == "wikipedia"):
-        return list(FORMATS.values())
-    return [FORMATS[name] for name in MAIN]
+class _Options(NamedTuple):
+    texts: list[str]
+    windows: int
+    formats: str
+    quick: bool
+    only: str | None
+    overwrite: bool
+    command: str
+
+    def wanted(self, model: str, text: str) -> list[Format]:
+        """Formats measured on a text, in the order of `FORMATS`: the baselines come first."""
+        if self.only is not None:
+            return [FORMATS[self.only]]
+        if self.quick:
+            return [FORMATS[name] for name in _QUICK]
+        if self.formats == "all" or (self.formats == "auto" and model == "smollm2" and text == "wikipedia"):
+            return list(FORMATS.values())
+        return [FORMATS[name] for name in FORMATS if name in MAIN]
 
 
 def main(
@@ -139,9 +150,9 @@ def main(
     threads: Annotated[int, typer.Option(help="Threads of PyTorch.")] = 2,
     out: Annotated[Path | None, typer.Option(help="Data file; rows are appended. [default: results.jsonl]")] = None,
     quick: Annotated[bool, typer.Option(help="Two windows of one text, five formats: two minutes.")] = False,
-    everything: Annotated[
-        bool, typer.Option(help="All formats on all texts and models, not only the main ones.")
-    ] = False,
+    formats: Annotated[
+        str, typer.Option(help="main, all, or auto: all of them on SmolLM2's first text, the main ones elsewhere.")
+    ] = "auto",
     only: Annotated[str | None, typer.Option(help="One format, by its name in the rows.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Measure rows again that are in the file.")] = False,
 ) -> None:
@@ -153,6 +164,8 @@ def main(
     for option, names, known in (("--models", model_names, _MODELS), ("--texts", text_names, lm.TEXTS)):
         if unknown := set(names) - set(known):
             raise ValueError(f"`{option}` knows {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    if formats not in ("auto", "main", "all"):
+        raise ValueError(f"`--formats` must be auto, main or all; got {formats!r}")
     if windows < 2:
         raise ValueError(f"`--windows` must be at least 2, or there is no standard error; got {windows}")
     if quick:
@@ -161,53 +174,34 @@ def main(
     log = RunLog(out or data_file(), KEY)
     torch.set_num_threads(threads)
     console = Console()
-    command = "hf-ext bench mxfp4 " + shlex.join(
-        sys.argv[sys.argv.index("mxfp4") + 1 :] if "mxfp4" in sys.argv else sys.argv[1:]
-    )
-    measured: set[tuple] = set()
-    for name in model_names:
-        _measure_model(
-            name, text_names, windows, log, console, command.strip(), quick, everything, only, overwrite, measured
-        )
-    console.print(f"{len(measured)} rows measured; all rows are in {log.path}", soft_wrap=True)
+    arguments = sys.argv[sys.argv.index("mxfp4") + 1 :] if "mxfp4" in sys.argv else sys.argv[1:]
+    command = f"hf-ext bench mxfp4 {shlex.join(arguments)}"
+    options = _Options(text_names, windows, formats, quick, only, overwrite, command.strip())
+    count = sum(_measure_model(name, options, log, console) for name in model_names)
+    console.print(f"{count} rows measured; all rows are in {log.path}", soft_wrap=True)
 
 
-def _measure_model(
-    model_name: str,
-    text_names: list[str],
-    windows: int,
-    log: RunLog,
-    console: Console,
-    command: str,
-    quick: bool,
-    everything: bool,
-    only: str | None,
-    overwrite: bool,
-    measured: set[tuple],
-) -> None:
+def _measure_model(model_name: str, options: _Options, log: RunLog, console: Console) -> int:
+    """Measure what is missing on one model; returns the number of rows written."""
+    windows = options.windows * (_SMALL_FACTOR if model_name == "small llama" else 1)
     with console.status(f"loading {model_name}") as status:
-        model = _MODELS[model_name](lambda text: status.update(text), text_names)
-    batches = {text: lm.windows(lm.tokenize(model.tokenizer, model.texts[text]), windows) for text in model.texts}
-    hashes = {text: lm._sha256(content.encode()) for text, content in model.texts.items()}
-    calibration = lm.calibration_windows(model.tokenizer)
-    # (format, activation) -> texts; the order of FORMATS, so that the baselines come first.
+        model = _MODELS[model_name](status.update, options.texts)
+    # (format, activation) -> texts, so that a model is quantised once for all its texts.
     work: dict[tuple[str, str], list[str]] = {}
-    for text in model.texts:
-        for entry in _wanted(model_name, text, everything, quick, only):
-            for activation in entry.activations:
+    for entry in FORMATS.values():
+        for activation in entry.activations:
+            for text in model.texts:
                 key = {"model": model_name, "text": text, "windows": windows, "format": entry.name}
-                if overwrite or not log.done(**key, activation=activation):
+                if entry in options.wanted(model_name, text) and (
+                    options.overwrite or not log.done(**key, activation=activation)
+                ):
                     work.setdefault((entry.name, activation), []).append(text)
     if not work:
-        return
-    work = {
-        (entry.name, activation): work[entry.name, activation]
-        for entry in FORMATS.values()
-        for activation in entry.activations
-        if (entry.name, activation) in work
-    }
-    needed = {text for pending in work.values() for text in pending}
-    references, dense_evaluations = {}, {}
+        return 0
+    batches = {text: lm.windows(lm.tokenize(model.tokenizer, model.texts[text]), windows) for text in model.texts}
+    hashes = {text: hashlib.sha256(content.encode()).hexdigest() for text, content in model.texts.items()}
+    calibration = lm.calibration_windows(model.tokenizer)
+    needed = sorted({text for pending in work.values() for text in pending})
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -215,6 +209,7 @@ def _measure_model(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    written = 0
     with Progress(*columns, console=console) as progress:
         total = windows * (len(needed) + sum(len(pending) for (name, _), pending in work.items() if name != DENSE))
         task = progress.add_task(model_name, total=total)
@@ -222,60 +217,61 @@ def _measure_model(
         def tick(done: int) -> None:
             progress.advance(task, done)
 
-        for text in sorted(needed):
+        dense: dict[str, lm.Evaluation] = {}
+        references: dict[str, lm.Reference] = {}
+        for text in needed:
             progress.update(task, description=f"{model_name}: dense on {text}")
-            dense_evaluations[text], references[text] = lm.evaluate(
-                model.dense, batches[text], keep_reference=True, tick=tick
-            )
+            found, reference = lm.evaluate(model.dense, batches[text], keep_reference=True, tick=tick)
+            dense[text] = lm.Evaluation(found.nlls, [0.0] * windows, found.seconds)
+            references[text] = reference
         for (name, activation), pending in work.items():
-            progress.update(task, description=f"{model_name}: {name}, activations {activation}")
+            entry = FORMATS[name]
+            progress.update(task, description=f"{model_name}: {name}, inputs {activation}")
             facts = {
-                "command": command,
-                "calibration": "stdlib, 2 windows" if FORMATS[name].calibrated else None,
-                **lm.environment_facts((*_PACKAGES, *FORMATS[name].packages)),
+                "activation": activation,
+                "group": entry.group,
+                "command": options.command,
+                "calibration": "stdlib, 2 windows" if entry.calibrated else None,
+                **lm.environment_facts((*_PACKAGES, *entry.packages)),
             }
-            start = time.perf_counter()
+            keys = [{"model": model_name, "text": text, "windows": windows, "format": name} for text in pending]
+            begin = progress.tasks[task].completed
             try:
-                with prepare(model.dense, FORMATS[name], activation, calibration, str(model.folder)) as prepared:
-                    seconds = time.perf_counter() - start
-                    for text in pending:
-                        key = {"model": model_name, "text": text, "windows": windows, "format": name}
-                        if name == DENSE:
-                            found = lm.Evaluation(
-                                dense_evaluations[text].nlls, [0.0] * windows, dense_evaluations[text].seconds
-                            )
-                        else:
+                with prepare(model.dense, entry, activation, calibration, str(model.folder)) as prepared:
+                    for key, text in zip(keys, pending):
+                        found = dense[text]
+                        if name != DENSE:
                             found, _ = lm.evaluate(prepared.model, batches[text], references[text], tick=tick)
-                        row = key | {
-                            "activation": activation,
-                            "group": FORMATS[name].group,
-                            "bits_per_weight": prepared.bits_per_weight,
-                            "relative_mse": prepared.relative_mse,
-                            "nll": found.nll,
-                            "kl": found.kl,
-                            "nlls": found.nlls,
-                            "kls": found.kls,
-                            "seconds_to_prepare": round(seconds, 2),
-                            "time_ratio": min(found.seconds) / min(dense_evaluations[text].seconds)
-                            if prepared.timed
-                            else None,
-                            "text_sha256": hashes[text],
-                            "note": prepared.note,
-                            **facts,
-                        }
-                        row |= derived(row, *_baselines(log, key, activation))
-                        log.append(row)
-                        measured.add(tuple(key.values()) + (activation,))
+                        row = key | facts | _figures(prepared, found, dense[text]) | {"text_sha256": hashes[text]}
+                        log.append(row | derived(row, *_baselines(log, key, activation)))
+                        written += 1
             except Exception as error:
-                if FORMATS[name].group != "peer":
+                if entry.group != "peer":
                     raise
                 # What a peer says on this machine is a result too.
-                said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:400]
-                for text in pending:
-                    key = {"model": model_name, "text": text, "windows": windows, "format": name}
-                    log.append(key | {"activation": activation, "group": "peer", "error": said, **facts})
-                    tick(windows)
+                said = str(error).strip().partition("\n")[0]
+                for key in keys:
+                    log.append(key | facts | {"error": f"{type(error).__name__}: {said}"[:400]})
+                    written += 1
+                progress.update(task, completed=begin + windows * len(pending))
             gc.collect()
+    return written
+
+
+def _figures(prepared: Prepared, found: lm.Evaluation, dense: lm.Evaluation) -> dict[str, Any]:
+    """What was measured of one format on one text."""
+    return {
+        "bits_per_weight": prepared.bits_per_weight,
+        "relative_mse": prepared.relative_mse,
+        "nll": found.nll,
+        "kl": found.kl,
+        "nlls": found.nlls,
+        "kls": found.kls,
+        # The best of all windows: the machine may have other work now and then.
+        "time_ratio": min(found.seconds) / min(dense.seconds) if prepared.timed else None,
+        "seconds_to_prepare": prepared.seconds,
+        "note": prepared.note,
+    }
 
 
 def _baselines(
