@@ -109,15 +109,17 @@ def derived(row: dict[str, Any], ocp: dict[str, Any] | None, nvfp4: dict[str, An
 
     Returns:
         `versus_ocp`, `versus_nvfp4`: paired difference of NLL `[mean, se]`; `gap_closed`: share of the loss between
-        the two that the row gains `[share, se]`. None where a baseline is missing or the row is the baseline itself.
+        the two that the row gains `[share, se]`; `gap_closed_kl`: the same of the divergence. None where a baseline is
+        missing or the row is the baseline itself.
     """
-    facts: dict[str, Any] = {"versus_ocp": None, "versus_nvfp4": None, "gap_closed": None}
+    facts: dict[str, Any] = dict.fromkeys(("versus_ocp", "versus_nvfp4", "gap_closed", "gap_closed_kl"))
     if ocp is not None and row["format"] != OCP:
         facts["versus_ocp"] = list(lm.paired_difference(row["nlls"], ocp["nlls"]))
     if nvfp4 is not None and row["format"] != NVFP4:
         facts["versus_nvfp4"] = list(lm.paired_difference(row["nlls"], nvfp4["nlls"]))
     if ocp is not None and nvfp4 is not None and row["format"] not in (OCP, NVFP4, DENSE, "bf16"):
         facts["gap_closed"] = list(lm.gap_closed(row["nlls"], ocp["nlls"], nvfp4["nlls"]))
+        facts["gap_closed_kl"] = list(lm.gap_closed(row["kls"], ocp["kls"], nvfp4["kls"]))
     return facts
 
 
