@@ -261,7 +261,7 @@ def _in_fresh_process(folder: Path, prompt: str) -> str:
 
 
 def _table(rows: list[_Row], windows: int) -> Table:
-    table = Table(title=f"SmolLM2-135M-Instruct on Python's language reference, {windows} windows of 512 tokens")
+    table = Table(title=f"SmolLM2-135M-Instruct, Python's language reference, {windows} x 512 tokens")
     for name in ("format", "bits", "perplexity", "KL", "on disk"):
         table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
     for row in rows:

@@ -48,6 +48,7 @@ _LABELLED = {
         ("weighted + exponents 32/32", "none"),
         ("bitsandbytes nf4", "none"),
         ("hqq 4 bit, groups of 64", "none"),
+        ("quanto int4, groups of 128", "none"),
         ("torchao mxfp4 (rceil)", "none"),
     ),
     "W4A4": (
@@ -172,7 +173,8 @@ def _goals(rows: _Rows) -> str:
         for model, text in places:
             found = [row for row in rows.of(model, text) if row["format"] in names and row["activation"] == activation]
             shares = [row["gap_closed"] for row in found if row["gap_closed"]]
-            cells.append(_share(max(shares)) if shares else "")
+            reached = bool(shares) and max(shares)[0] >= least
+            cells.append(f"**{_share(max(shares))}**" if reached else _share(max(shares)) if shares else "")
         body.append(cells)
     return markdown_table(["goal", "rows (the better one)", "share", *(f"{m}: {t}" for m, t in places)], body)
 
@@ -237,7 +239,7 @@ def _plot_bits(rows: _Rows, model: str, texts: list[str], path: Path) -> None:
                 axes.plot([row["bits_per_weight"], right + 0.02], [y, at], color=colour, linewidth=0.5, alpha=0.6)
                 label = _label(row["format"], row["activation"])
                 axes.text(right + 0.024, at, label, va="center", color=colour, fontsize=9)
-            axes.set_xlim(4.23, right + 0.27)
+            axes.set_xlim(4.23, right + 0.31)
             axes.set_ylim(low, high)
             axes.set_xticks([4.25, 4.3125, 4.375, 4.5, 4.5625], ["4.25", "4.31", "4.375", "4.5", "4.56"], rotation=30)
             axes.set_title(f"{kind}, {text}", loc="left", fontsize=12)
@@ -348,7 +350,7 @@ def section(rows: list[dict[str, Any]], plots: Path) -> str:
     matplotlib.use("Agg")
     table = _Rows(rows)
     texts = "; ".join(f"*{name}*: {source}" for name, (_, source) in TEXTS.items() if name != "stdlib")
-    parts = [_INTRO.format(texts=texts), "### Goals\n", _goals(table), ""]
+    parts = [_INTRO.format(texts=texts), "### Goals\n", _goals(table), "\nBold: reached. Empty: not measured.\n"]
     _plot_gap(table, plots / "gap_closed.png")
     parts.append("![Share of the gap closed](mxfp4/plots/gap_closed.png)\n")
     texts_of_model = [text for model, text in table.places if model == "smollm2"]
