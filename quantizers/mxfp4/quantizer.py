@@ -185,6 +185,10 @@ class MXFP4HfQuantizer(HfQuantizer):
                 if parameter in module._parameters:
                     raise ValueError(f"{name}.{parameter} is not in the checkpoint, so it could not be quantised")
                 remove_dense_stub(module, parameter)
+        if not self.quantization_config.dequantize:
+            from .card import prepare_card
+
+            prepare_card(model)
         return model
 
     def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | None = None):
