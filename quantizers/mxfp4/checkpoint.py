@@ -33,12 +33,12 @@ from .export import check_exportable, compressed_tensors_config, dense_linears
 from .linear import pack_weight
 from .plan import Item, make_plan, split_into_shards
 from .quantizer import MXFP4HfQuantizer, load_channel_stats, stats_keys
-from .source import Source, digest, meta_model, open_source
+from .source import Source, digest, meta_model, open_source, quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["FORMATS", "LayerReport", "Report", "quantize_checkpoint"]
+__all__ = ["FORMATS", "LayerReport", "Report", "quantize_checkpoint", "relative_error"]
 
 FORMATS = ("mxfp4", "compressed-tensors")
 CHANNEL_STATS = "channel_stats.safetensors"
@@ -104,7 +104,7 @@ class Report:
     @property
     def relative_error(self) -> float:
         """``|W - W^| / |W|`` over all packed weights."""
-        return _relative_error(self.layers)
+        return relative_error(self.layers)
 
     def by_kind(self) -> dict[str, list[LayerReport]]:
         """Layers grouped by `LayerReport.kind`, in the order of the checkpoint."""
@@ -114,7 +114,8 @@ class Report:
         return groups
 
 
-def _relative_error(layers: list[LayerReport]) -> float:
+def relative_error(layers: list[LayerReport]) -> float:
+    """``|W - W^| / |W|`` over the weights of some layers."""
     norm = sum(layer.squared_norm for layer in layers)
     return (sum(layer.squared_error for layer in layers) / norm) ** 0.5 if norm else 0.0
 
@@ -165,14 +166,10 @@ def quantize_checkpoint(
             configuration does not fit the model or the format.
         OSError: a file of ``src`` is damaged, or there is no space left.
     """
-    from transformers.utils.hub import convert_file_size_to_int
-
     start = time.monotonic()
     config = MXFP4Config() if config is None else config
     _check_arguments(config, format, calibration)
-    shard_bytes = convert_file_size_to_int(max_shard_size)
-    if shard_bytes < 1:
-        raise ValueError(f"`max_shard_size` must be positive, got {max_shard_size!r}")
+    shard_bytes = _shard_bytes(max_shard_size)
     dst = Path(os.path.abspath(dst))
     _check_destination(src, dst, overwrite)
 
@@ -263,6 +260,18 @@ def _check_arguments(config: MXFP4Config, format: str, calibration: Any) -> None
         )
 
 
+def _shard_bytes(size: int | str) -> int:
+    from transformers.utils.hub import convert_file_size_to_int
+
+    try:
+        number = convert_file_size_to_int(size)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"`max_shard_size` must be a number of bytes or like '5GB', got {size!r}")
+    return number
+
+
 def _check_destination(src: str | os.PathLike[str], dst: Path, overwrite: bool) -> None:
     if os.path.isdir(src):
         source, target = os.path.realpath(src), os.path.realpath(dst)
@@ -314,7 +323,8 @@ def _stats_digest(stats: dict[str, torch.Tensor] | None) -> str | None:
 def _collect(source: Source, batches: list[torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
     model = source.model
     if model is None:
-        model = source.model_class.from_pretrained(source.folder, dtype=source.dtype)
+        with quiet():
+            model = source.model_class.from_pretrained(source.folder, dtype=source.dtype)
     return collect_channel_stats(model, batches, modules=names)
 
 

@@ -16,12 +16,12 @@ from safetensors import safe_open
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["Source", "TensorInfo", "meta_model", "open_source"]
+__all__ = ["Source", "TensorInfo", "digest", "meta_model", "open_source", "quiet"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What travels with the weights: tokenizer, chat template, processors, generation settings, custom code, licence.
-_SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+# What travels with the weights: tokenizer, chat template, processors, generation settings, licence.
+_SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _SIDE_NAMES = ("LICENSE", "NOTICE")
 _NOT_SIDE = ("config.json", "quantization_config.json", "adapter_config.json")
 _MAX_SIDE_BYTES = 2**28
@@ -75,7 +75,9 @@ class Source:
 
     def side_files(self) -> list[Path]:
         """Files that belong beside the weights, without config.json and the card; relative to `folder`."""
-        found = []
+        found: list[Path] = []
+        if self.gguf_file is not None:
+            return found
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or path.name in _NOT_SIDE or path.name.endswith(".index.json"):
                 continue
@@ -141,7 +143,8 @@ def open_source(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Without transformers' warnings and progress bars."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -189,7 +192,9 @@ def _read_config(folder: Path, src: Any) -> "PreTrainedConfig":
 
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{src} is not a transformers checkpoint: it has no config.json")
+        gguf = next((found.name for found in sorted(folder.glob("*.gguf"))), None)
+        hint = "" if gguf is None else f"; for its GGUF file pass gguf_file={gguf!r} (--gguf-file)"
+        raise ValueError(f"{src} is not a transformers checkpoint: it has no config.json{hint}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -226,7 +231,7 @@ def _weight_files(folder: Path, src: Any) -> tuple[list[str], dict | None, dict[
     if not (folder / INDEX).is_file():
         other = next((path.name for path in sorted(folder.glob("*")) if path.suffix in (".bin", ".gguf", ".h5")), None)
         found = f" (found {other})" if other else ""
-        hint = "; for GGUF pass gguf_file" if other and other.endswith(".gguf") else ""
+        hint = f"; for GGUF pass gguf_file={other!r}" if other and other.endswith(".gguf") else ""
         raise ValueError(f"{src} has no safetensors weights: neither {SINGLE} nor {INDEX}{found}{hint}")
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -276,7 +281,7 @@ def _resolve_dtype(
 ) -> torch.dtype:
     from transformers.modeling_utils import _get_dtype
 
-    with _quiet():
+    with quiet():
         return _get_dtype("auto" if dtype is None else dtype, files, config, metadata, None, True)[1]
 
 
@@ -295,7 +300,7 @@ def _open_gguf(name: str, hub_id: str | None, folder: Path, gguf_file: str, dtyp
         raise FileNotFoundError(f"{path} does not exist")
     require("gguf", extra="demo")
     try:
-        with _quiet():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 gguf_file=gguf_file,
