@@ -1,5 +1,7 @@
 """Conversions that transformers runs on tensors while a checkpoint loads."""
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,19 +67,43 @@ class MXFP4Dequantize(ConversionOps):
         full_layer_name: str | None = None,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
-        """The dense weight by its full name; a weight that is dense in the checkpoint passes unchanged."""
+        """The dense weight by its full name; a weight that is dense in the checkpoint passes unchanged.
+
+        Before the operations of one of the model's own converters (which merge experts that are stored one by one) the
+        names are that converter's source patterns, each with a list of tensors, and lists go on to the merge.
+        """
+        if any("." in name for name in input_dict):
+            dtype = model.get_parameter(full_layer_name).dtype
+            return {
+                name: [self._dequantize(*parts, dtype=dtype) for parts in self._companions(input_dict, name)]
+                for name in input_dict
+                if name.endswith("_packed")
+            }
         by_suffix = {name.rpartition("_")[2]: _single(value) for name, value in input_dict.items()}
         if "packed" not in by_suffix:
             return {full_layer_name: _single(next(iter(input_dict.values())))}
-        config = self.hf_quantizer.quantization_config
         path, _, parameter = full_layer_name.rpartition(".")
         module = model.get_submodule(path)
-        weight = numerics.dequantize_packed(
-            by_suffix["packed"],
-            by_suffix["scale"],
-            by_suffix.get("mbs"),
-            block_size=config.block_size,
-            macro_block_size=config.macro_block_size or 128,
-            dtype=getattr(module, parameter).dtype,
+        weight = self._dequantize(
+            by_suffix["packed"], by_suffix["scale"], by_suffix.get("mbs"), dtype=getattr(module, parameter).dtype
         )
         return {full_layer_name: weight.t().contiguous() if is_transposed(module) else weight}
+
+    @staticmethod
+    def _companions(input_dict: dict[str, Any], name: str) -> Iterator[tuple[torch.Tensor, ...]]:
+        base = name.removesuffix("_packed")
+        macro = input_dict.get(f"{base}_mbs") or itertools.repeat(None)
+        return zip(input_dict[name], input_dict[f"{base}_scale"], macro)
+
+    def _dequantize(
+        self, packed: torch.Tensor, scale: torch.Tensor, macro: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        config = self.hf_quantizer.quantization_config
+        return numerics.dequantize_packed(
+            packed,
+            scale,
+            macro,
+            block_size=config.block_size,
+            macro_block_size=config.macro_block_size or 128,
+            dtype=dtype,
+        )

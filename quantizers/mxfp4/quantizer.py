@@ -106,6 +106,12 @@ class MXFP4HfQuantizer(HfQuantizer):
 
         return {"dequantize": MXFP4Dequantize}
 
+    def update_weight_conversions(self, weight_conversions: list, model: "PreTrainedModel") -> list:
+        """As the base class, and dense weights of a checkpoint keep their converters beside the dequantising ones."""
+        updated = super().update_weight_conversions(weight_conversions, model)
+        kept = {id(conversion) for conversion in updated}
+        return [entry for entry in weight_conversions if id(entry) not in kept] + updated
+
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def _process_model_before_weight_loading(
