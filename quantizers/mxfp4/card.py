@@ -10,7 +10,7 @@ from .configuration import QUANT_METHOD, MXFP4Config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TAGS", "config_expression", "model_card", "prepare_card"]
+__all__ = ["TAGS", "config_expression", "model_card", "prepare_card", "remove_card"]
 
 TAGS = ["hf-ext", "mxfp4", "quantized"]
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -135,11 +135,17 @@ def prepare_card(model: "PreTrainedModel") -> None:
     model._upload_modified_files = _upload_modified_files.__get__(model)
 
 
+def remove_card(model: "PreTrainedModel") -> None:
+    """Undo `prepare_card`, for a model that is dense again."""
+    model.__dict__.pop("_upload_modified_files", None)
+    model.model_tags = [tag for tag in model.model_tags or [] if tag not in TAGS]
+
+
 def _upload_modified_files(self: "PreTrainedModel", working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any):
-    quantizer = getattr(self, "hf_quantizer", None)
+    quantizer = self.hf_quantizer
+    config = quantizer.quantization_config
     path = Path(working_dir) / "README.md"
-    config = getattr(quantizer, "quantization_config", None)
-    if isinstance(config, MXFP4Config) and (not path.exists() or _TRANSFORMERS_TEMPLATE in path.read_text("utf-8")):
+    if not path.exists() or _TRANSFORMERS_TEMPLATE in path.read_text("utf-8"):
         repository = args[0] if args else kwargs["repo_id"]
         base = getattr(self.config, "_name_or_path", "")
         text = model_card(

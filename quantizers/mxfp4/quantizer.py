@@ -197,7 +197,12 @@ class MXFP4HfQuantizer(HfQuantizer):
             prepare_card(model)
         return model
 
-    def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | None = None):
+    def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | str | None = None):
+        from .card import remove_card
+
+        remove_card(model)
+        if isinstance(dtype, str):  # `save_pretrained` leaves the name of the dtype in the model's configuration
+            dtype = getattr(torch, dtype)
         return dequantize_layers(model, dtype or model.dtype)
 
 
