@@ -254,6 +254,66 @@ def test_converter_that_does_more_than_stack_rows_is_refused_by_name(tiny_llama_
     assert not (tmp_path / "packed.partial").exists()
 
 
+# -- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path) -> None:
+    """A one-layer Llama with a tokenizer of two merges."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<s>", "a", "b", "c", "ab", "abc"])
+    writer.add_token_merges(["a b", "ab c"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "token_embd.weight": (6, 64),
+        "output.weight": (6, 64),
+        "output_norm.weight": (64,),
+        "blk.0.attn_norm.weight": (64,),
+        "blk.0.ffn_norm.weight": (64,),
+        "blk.0.attn_q.weight": (64, 64),
+        "blk.0.attn_k.weight": (32, 64),
+        "blk.0.attn_v.weight": (32, 64),
+        "blk.0.attn_output.weight": (64, 64),
+        "blk.0.ffn_gate.weight": (96, 64),
+        "blk.0.ffn_up.weight": (96, 64),
+        "blk.0.ffn_down.weight": (64, 96),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, torch.randn(shape, generator=generator).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_file_is_quantised_as_transformers_reads_it(tmp_path):
+    from transformers import AutoTokenizer, GgufConfig
+
+    (tmp_path / "src").mkdir()
+    write_gguf(tmp_path / "src" / "m.gguf")
+    ids = torch.tensor([[1, 2, 3, 4, 5, 1, 2]])
+    report = quantize_checkpoint(tmp_path / "src", tmp_path / "packed", gguf_file="m.gguf", calibration=ids)
+    dense = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "src", gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    expected = quantize_model(dense, MXFP4Config(), calibration=ids)
+    assert len(report.layers) == 7
+    assert_same_tensors(load_clean(report.path).state_dict(), expected.state_dict())
+    assert AutoTokenizer.from_pretrained(report.path)("abcab", add_special_tokens=False)["input_ids"] == [5, 4]
+    fails(OSError, "bad.gguf", tmp_path / "src", tmp_path / "other", gguf_file="bad.gguf")
+
+
 # -- calibration ------------------------------------------------------------------------------------------------------
 
 
