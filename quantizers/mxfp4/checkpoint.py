@@ -488,18 +488,14 @@ def _write_shards(
             if item.packed:
                 layers.append(_pack(item, dense, quantizer, tensors))
             else:
-                tensors[item.name] = _own(dense, item.dtype)
+                # Never a view of the source: it would keep the whole file mapped until the shard is written.
+                tensors[item.name] = dense.clone() if dense.dtype == item.dtype else dense.to(item.dtype)
             del dense
             done += item.numel * item.dtype.itemsize
             if progress is not None:
                 progress(done, total, item.key)
         workspace.write_tensors(name, tensors, layers)
     return resumed
-
-
-def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor that shares nothing with the source's file or with other tensors."""
-    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _pack(
