@@ -141,9 +141,9 @@ class MXFP4Config(QuantizationConfigMixin):
         return {name: getattr(self, name) for name in ("dequantize", "compute_dtype", "kernel")}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as stored in `config.json`; how to load (`dequantize`, `kernel`) is left to the loader."""
+        """The fields as stored in `config.json`, without what means nothing there: how to load, and a local file."""
         stored = super().to_dict()
-        for name in ("dequantize", "kernel"):
+        for name in ("dequantize", "kernel", "channel_stats"):
             stored.pop(name)
         return stored
 

@@ -1,6 +1,7 @@
 """A linear layer on packed MXFP4 weights."""
 
 import os
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -43,6 +44,7 @@ class PackedLayout:
     """How to read and multiply packed weights of one configuration: the block sizes, the rule, and which kernel."""
 
     def __init__(self, config: MXFP4Config):
+        self.config = config
         self.block_size = config.block_size
         self.macro_block_size = config.macro_block_size or 128  # unused without macro bytes
         self.activation = config.activation
@@ -205,6 +207,30 @@ class MXFP4Linear(nn.Module):
         if name == "packed":
             tensor = nn.Parameter(tensor, requires_grad=False)
         setattr(self, f"weight_{name}", tensor)
+
+    def packed_state(self) -> dict[str, torch.Tensor]:
+        """Copies of the packed tensors and of the bias, by attribute name."""
+        names = ("weight_packed", "weight_scale", "weight_mbs", "bias")
+        return {name: getattr(self, name).detach().clone() for name in names if getattr(self, name) is not None}
+
+    @torch.no_grad()
+    def load_packed_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Write back what `packed_state` returned."""
+        for name, tensor in state.items():
+            getattr(self, name).copy_(tensor)
+
+    def pack_(self, weight: torch.Tensor) -> None:
+        """Quantise another dense weight into this layer's tensors, in place.
+
+        By the configuration's search; the weighted one is static here, since its statistics are not kept.
+
+        Raises:
+            ValueError: if the weight has NaNs or infinities.
+        """
+        config = self.layout.config
+        search = "dynamic" if config.weight_search == "dynamic" else "static"
+        packed = pack_weight(weight, replace(config, weight_search=search, channel_stats=None))
+        self.load_packed_state({f"weight_{suffix}": tensor for suffix, tensor in packed.items()})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the dtype of ``x``."""
