@@ -17,19 +17,23 @@ __all__ = ["KERNEL_BLOCK_SIZE", "MXFP4Linear", "PackedLayout", "packed_shapes"]
 KERNEL_BLOCK_SIZE = 32  # the only block that hardware and the Triton kernels know
 _KERNEL = "mxfp4_gemm"
 _TRITON_DEVICES = ("cuda", "xpu")  # ROCm calls itself cuda
-_loaded: dict[tuple[str, bool, str | None], ModuleType] = {}
+_loaded: dict[tuple[str, bool, str], ModuleType] = {}
 
 
 @torch.compiler.assume_constant_result
-def _operations(source: str, device_type: str) -> ModuleType:
-    """`load_kernel`, remembered, with tensors of a CPU left to the reference unless the environment says otherwise."""
-    forced = os.environ.get(ENVIRONMENT_VARIABLE)
-    key = (source, device_type in _TRITON_DEVICES, forced)
+def _resolve(source: str, device_type: str) -> tuple[str, bool, str]:
+    """Key in `_loaded` of the module for a device: `load_kernel`, remembered.
+
+    Tensors of a CPU are left to the reference unless a source is forced. A function apart, which returns a key and not
+    the module, so that torch.compile takes it as a constant.
+    """
+    on_triton = device_type in _TRITON_DEVICES
+    forced = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    key = (source, on_triton, forced)
     if key not in _loaded:
-        if source == "auto" and device_type not in _TRITON_DEVICES and not forced:
-            source = "reference"
-        _loaded[key] = load_kernel(_KERNEL, source=source)
-    return _loaded[key]
+        automatic = source == "auto" and not on_triton and not forced
+        _loaded[key] = load_kernel(_KERNEL, source="reference" if automatic else source)
+    return key
 
 
 def packed_shapes(rows: int, columns: int, config: MXFP4Config) -> dict[str, tuple[int, int]]:
@@ -66,7 +70,7 @@ class PackedLayout:
                     f"block_size={self.block_size}, scale_rule={self.scale_rule!r}; use kernel='reference'"
                 )
             return reference
-        return _operations(self.kernel, device.type)
+        return _loaded[_resolve(self.kernel, device.type)]
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -46,7 +46,7 @@ class MXFP4Quantize(ConversionOps):
         path, _, parameter = full_layer_name.rpartition(".")
         module = model.get_submodule(path)
         transposed = isinstance(module, MXFP4Linear) and is_transposed(module)
-        packed = self.hf_quantizer.pack(full_layer_name, weight.t() if transposed else weight)
+        packed = self.hf_quantizer.pack_while_loading(full_layer_name, weight.t() if transposed else weight)
         del module._parameters[parameter]
         add_dense_stub(module, parameter)
         if missing_keys is not None:

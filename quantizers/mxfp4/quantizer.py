@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .configuration import QUANT_METHOD, MXFP4Config
 from .experts import fused_names, is_fused_experts, make_packed_experts, packed_parameters
-from .linear import MXFP4Linear, add_dense_stub, pack_weight, remove_dense_stub
+from .linear import MXFP4Linear, add_dense_stub, pack_weight, packed_shapes, remove_dense_stub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +54,7 @@ class MXFP4HfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: MXFP4Config, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.channel_stats: dict[str, torch.Tensor] = {}
+        self.load_errors: list[str] = []
         if not self.pre_quantized:
             # The caller's object serves other models too; what is resolved for this one is kept in a copy.
             self.quantization_config = MXFP4Config(**quantization_config.__dict__)
@@ -184,7 +185,25 @@ class MXFP4HfQuantizer(HfQuantizer):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
+    def pack_while_loading(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`pack`, with errors kept until transformers has finished.
+
+        It catches what a conversion raises and goes on, to end with an error that names nothing.
+        """
+        if not self.load_errors:
+            try:
+                return self.pack(name, weight)
+            except ValueError as error:
+                self.load_errors.append(str(error))
+        rows, columns = weight.shape[-2:]
+        return {
+            suffix: torch.zeros((*weight.shape[:-2], *shape), dtype=torch.uint8, device=weight.device)
+            for suffix, shape in packed_shapes(rows, columns, self.quantization_config).items()
+        }
+
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any):
+        if self.load_errors:
+            raise ValueError(self.load_errors[0])
         for name, module in model.named_modules():
             expected = ("weight",) if isinstance(module, MXFP4Linear) else getattr(module, "packed_names", ())
             for parameter in expected:
