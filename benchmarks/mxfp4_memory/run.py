@@ -1,7 +1,7 @@
 """How much memory `from_pretrained` takes above the imports: dense, quantising while it loads, and packed.
 
-Each load runs in a process of its own, which samples its anonymous resident memory every two milliseconds. Pages of the
-mapped checkpoint file are the kernel's to drop, and are left out.
+Each load runs in a process of its own, which samples its anonymous resident memory every two milliseconds. Pages of
+the mapped checkpoint file are the kernel's to drop, and are left out.
 """
 
 import json
