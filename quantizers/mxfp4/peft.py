@@ -38,6 +38,10 @@ class LoraMXFP4Linear(LoraLinear):
         self._unmerged: dict[str, torch.Tensor | None] | None = None
         super().__init__(base_layer, adapter_name, config=config, **kwargs)
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        # peft's own reading of an unknown class warns, once a layer.
+        return module.in_features, module.out_features
+
     @property
     def lora_variants(self) -> dict:
         """Plain LoRA only."""
