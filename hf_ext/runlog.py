@@ -55,12 +55,25 @@ class RunLog:
         """
         return read_rows(self.path)
 
-    def latest(self) -> dict[tuple[Any, ...], dict[str, Any]]:
-        """The last row of each key, in the order in which the keys first appeared."""
-        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    def latest(self) -> dict[tuple[str, ...], dict[str, Any]]:
+        """The last row of each key, in the order in which the keys first appeared.
+
+        The dictionary's own keys are opaque: use `get` to look a row up.
+        """
+        found: dict[tuple[str, ...], dict[str, Any]] = {}
         for row in self.rows():
             found[self._key_of(row)] = row
         return found
+
+    def get(self, **key: Any) -> dict[str, Any] | None:
+        """The last row with exactly these key values, or None.
+
+        Raises:
+            ValueError: The names are not the log's key.
+        """
+        if set(key) != set(self.key):
+            raise ValueError(f"got the names {sorted(key)}, but the key of {self.path.name} is {sorted(self.key)}")
+        return self.latest().get(self._key_of(key))
 
     def done(self, **key: Any) -> bool:
         """Whether a row with exactly these key values exists.
@@ -68,20 +81,15 @@ class RunLog:
         Raises:
             ValueError: The names are not the log's key.
         """
-        if set(key) != set(self.key):
-            raise ValueError(f"done() got {sorted(key)}, the key of {self.path.name} is {sorted(self.key)}")
-        return self._key_of(key) in self.latest()
+        return self.get(**key) is not None
 
-    def _key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _key_of(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         missing = [name for name in self.key if name not in row]
         if missing:
             raise ValueError(f"row of {self.path.name} lacks the key fields {missing}")
-        return tuple(_hashable(row[name]) for name in self.key)
-
-
-def _hashable(value: Any) -> Any:
-    # Through JSON, so that a key compares equal before and after it has been in the file (tuple and list, for one).
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        # As JSON, so that a key compares equal before and after it has been in the file (tuple and list, for one), and
+        # the number 1 is not the text "1".
+        return tuple(json.dumps(row[name], sort_keys=True) for name in self.key)
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -10,7 +10,6 @@ small Llama trained from scratch (`train_small`). Each dense model is the baseli
 
 import gc
 import hashlib
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -279,12 +278,10 @@ def _figures(prepared: Prepared, found: lm.Evaluation, dense: lm.Evaluation) -> 
 def _baselines(
     log: RunLog, key: dict[str, Any], activation: str
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    rows = log.latest()
     own = "none" if activation == "none" else "own"
 
     def find(name: str) -> dict[str, Any] | None:
-        wanted = (*({**key, "format": name}[field] for field in KEY[:-1]), own)
-        return rows.get(tuple(value if isinstance(value, str) else json.dumps(value) for value in wanted))
+        return log.get(**{**key, "format": name, "activation": own})
 
     return find(OCP), find(NVFP4)
 

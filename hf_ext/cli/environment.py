@@ -53,6 +53,8 @@ def env_command(
 
     console = Console()
     for title, rows in facts.items():
+        if not rows:
+            continue
         table = Table(title=title, title_justify="left", show_header=False, min_width=60)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")

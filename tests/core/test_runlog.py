@@ -53,6 +53,8 @@ def test_the_latest_row_of_a_key_wins_and_list_keys_equal_tuple_keys(tmp_path):
     log.append({"a": 1, "b": [2, 3], "value": "new"})
     assert [row["value"] for row in log.latest().values()] == ["new"]
     assert log.done(a=1, b=(2, 3))
+    assert log.get(a=1, b=[2, 3])["value"] == "new"
+    assert log.get(a=2, b=[2, 3]) is None
     assert not log.done(a="1", b=(2, 3))
 
 
