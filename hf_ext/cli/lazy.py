@@ -14,8 +14,8 @@ def lazy_app(
     """Make a Typer app from a table.
 
     Args:
-        table: Command name -> (`"module:attribute"`, one line of help). The attribute is a function annotated for typer,
-            or a `typer.Typer` app.
+        table: Command name -> (`"module:attribute"`, one line of help). The attribute is a function annotated for
+            typer, or a `typer.Typer` app.
         help: Help of the group.
         root: Whether this is the program itself, which has `--debug`, `--version` and shell completion.
         epilog: Text under the help, for examples.
