@@ -131,7 +131,14 @@ def main(
     threads: Annotated[int, typer.Option(help="Threads of PyTorch; 0 takes its default.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Write into a folder that holds other things.")] = False,
 ) -> None:
-    """Quantise a real language model, measure it beside its peers, save it, and reload it in a fresh process."""
+    """Quantise a real language model, measure it beside its peers, save it, and reload it in a fresh process.
+
+    Examples:
+
+    - `hf-ext demo`
+
+    - `hf-ext demo --out /tmp/demo --windows 12 --prompt "Why is the sky blue?"`
+    """
     if windows < 2:
         raise ValueError(f"--windows must be at least 2, got {windows}")
     require("matplotlib", extra="demo")

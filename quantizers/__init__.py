@@ -13,4 +13,4 @@ _EXPORTS = {
         "quantize_model",
     ]
 }
-__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS)
+__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=["mxfp4"])

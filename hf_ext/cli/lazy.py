@@ -76,12 +76,20 @@ def _no_options() -> None:
     pass
 
 
-def _root_options(
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-) -> None:
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         import hf_ext
 
         print(f"hf-ext {hf_ext.__version__}")
         raise typer.Exit
+
+
+def _root_options(
+    # For the help only: `hf_ext.cli.main` takes it out of the arguments, wherever it stands.
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    # Eager: without a verb there would be a usage error first.
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_show_version
+    ),
+) -> None:
+    pass
