@@ -38,16 +38,12 @@ if (ROOT / "kernels").is_dir():
     # Kernel repositories are data, loaded by path: as importable `kernels` they would shadow the library of that name.
     package_dir["hf_ext._kernels"] = "kernels"
     packages.append("hf_ext._kernels")
-    package_data["hf_ext._kernels"] = [
-        file.relative_to(ROOT / "kernels").as_posix()
-        for file in sorted((ROOT / "kernels").rglob("*"))
-        if file.is_file() and not {"__pycache__", "tests"} & set(file.parts)
-    ]
+    package_data["hf_ext._kernels"] = ["**/*"]
 
 setup(
     package_dir=package_dir,
     packages=packages,
     package_data=package_data,
-    exclude_package_data={"": ["**/__pycache__/*", "**/*.pyc"]},
+    exclude_package_data={"": ["**/__pycache__/*", "**/*.pyc"], "hf_ext._kernels": ["*/tests/*"]},
     zip_safe=False,
 )
