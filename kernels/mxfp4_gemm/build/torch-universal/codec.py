@@ -111,7 +111,7 @@ def encode_block(x, threshold: tl.constexpr, macro: tl.constexpr):
     """Quantise float32 [R, C] to MXFP4 with a static macro-block factor per row.
 
     ``threshold``: a block's exponent is floor(log2 a) - 2, plus 1 where the mantissa field of a exceeds it.
-    Returns (codes int32 [R, C], scale bytes int32 [R, C / 32], macro bytes int32 [R]); without ``macro`` the last are 0.
+    Returns (codes int32 [R, C], scale bytes int32 [R, C / 32], macro bytes int32 [R], zeros without ``macro``).
     """
     rows: tl.constexpr = x.shape[0]
     blocks: tl.constexpr = x.shape[1] // 32

@@ -202,7 +202,8 @@ def _check_packed(packed, scale, macro, macro_size, ndim: int | None = None) -> 
         if tensor is not None and tensor.device != packed.device:
             raise ValueError(f"{name} is on {tensor.device}: expected {packed.device}, where packed is")
     if packed.ndim == 0 or (ndim is not None and packed.ndim != ndim) or packed.shape[-1] == 0:
-        raise ValueError(f"packed has shape {tuple(packed.shape)}: expected {'[N, K / 2]' if ndim else '[..., K / 2]'}")
+        wanted = "[N, K / 2]" if ndim else "[..., K / 2]"
+        raise ValueError(f"packed has shape {tuple(packed.shape)}: expected {wanted}")
     k = 2 * packed.shape[-1]
     if k % BLOCK_SIZE:
         raise ValueError(f"packed has shape {tuple(packed.shape)}, so K={k}: K must be a multiple of {BLOCK_SIZE}")
@@ -214,7 +215,8 @@ def _check_packed(packed, scale, macro, macro_size, ndim: int | None = None) -> 
         expected = (*packed.shape[:-1], -(-k // macro_size))
         if tuple(macro.shape) != expected:
             raise ValueError(
-                f"macro has shape {tuple(macro.shape)}: expected {expected} for K={k} and macro_block_size={macro_size}"
+                f"macro has shape {tuple(macro.shape)}: expected {expected} for K={k} and "
+                f"macro_block_size={macro_size}"
             )
 
 

@@ -21,7 +21,7 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 _DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def target_of(device: torch.device) -> str:
     """Which of the targets compiled ahead of time stands for a device."""
     if device.type == "cuda" and torch.version.hip:
@@ -33,7 +33,7 @@ def target_of(device: torch.device) -> str:
     return "sm_80"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processors_of(device: torch.device) -> int:
     """Streaming multiprocessors (compute units, Xe cores) of a device."""
     if device.type == "cuda":
@@ -58,12 +58,10 @@ def _tuning() -> bool:
     return not INTERPRETED and os.environ.get("HF_EXT_KERNELS_AUTOTUNE", "1") != "0"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _tuner(kernel, names: tuple, entries: tuple):
     """Autotuner over entries; ``names``: the arguments a new value of which asks for a new measurement."""
-    choices = [
-        triton.Config(dict(meta), num_warps=warps, num_stages=stages) for meta, warps, stages in entries
-    ]
+    choices = [triton.Config(dict(meta), num_warps=warps, num_stages=stages) for meta, warps, stages in entries]
     return triton.autotune(configs=choices, key=list(names))(kernel)
 
 

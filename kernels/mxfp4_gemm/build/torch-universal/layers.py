@@ -9,7 +9,7 @@ __all__ = ["MXFP4Linear"]
 
 
 class MXFP4Linear(nn.Module):
-    """Stateless: reads weight_packed, weight_scale, weight_mbs, bias and layout of the layer whose forward it replaces.
+    """Stateless: reads weight_packed, weight_scale, weight_mbs, bias and layout of the layer it stands in for.
 
     ``layout`` carries block_size, macro_block_size, activation (None or "mxfp4"), scale_rule,
     activation_macro_block_size and compute_dtype (None: x's own).

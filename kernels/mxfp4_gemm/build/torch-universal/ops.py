@@ -103,6 +103,4 @@ dequantize = _operator(
     _dequantize_fake,
 )
 gemm = _operator("gemm", _gemm, f"({_GEMM}) -> Tensor", _gemm_fake, _backward)
-gemm_w4a4 = _operator(
-    "gemm_w4a4", _gemm_w4a4, f"({_GEMM}, str rule, int x_macro) -> Tensor", _gemm_fake, _backward
-)
+gemm_w4a4 = _operator("gemm_w4a4", _gemm_w4a4, f"({_GEMM}, str rule, int x_macro) -> Tensor", _gemm_fake, _backward)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .codec import apply_scale, decode_words, decode_macro, decode_scale
+from .codec import apply_scale, decode_macro, decode_scale, decode_words
 
 
 @triton.jit
@@ -88,14 +88,10 @@ def w4a16_kernel(
                 scale = scale * decode_macro(tl.load(macro_rows + at_macro[None, :], mask=block_ok, other=0))
         w = apply_scale(decode_words(codes), scale).to(DOT)
         if SWAP:
-            x = tl.load(
-                x_rows + (k0 + at_k)[:, None], mask=row_ok[None, :] & (k0 + at_k < k)[:, None], other=0.0
-            )
+            x = tl.load(x_rows + (k0 + at_k)[:, None], mask=row_ok[None, :] & (k0 + at_k < k)[:, None], other=0.0)
             acc = tl.dot(w, x.to(DOT), acc, input_precision=PRECISION)
         else:
-            x = tl.load(
-                x_rows + (k0 + at_k)[None, :], mask=row_ok[:, None] & (k0 + at_k < k)[None, :], other=0.0
-            )
+            x = tl.load(x_rows + (k0 + at_k)[None, :], mask=row_ok[:, None] & (k0 + at_k < k)[None, :], other=0.0)
             acc = tl.dot(x.to(DOT), tl.trans(w), acc, input_precision=PRECISION)
 
     if SWAP:

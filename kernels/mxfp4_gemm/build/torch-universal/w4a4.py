@@ -1,4 +1,4 @@
-"""Triton kernel of the W4A4 product: both operands in MXFP4, block scales in the dot, macro factors on partial sums."""
+"""Triton kernel of the W4A4 product: block scales go into the dot, macro factors onto its partial sums."""
 
 import triton
 import triton.language as tl
