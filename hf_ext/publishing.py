@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -303,10 +304,6 @@ def _toml(path: Path, problems: list[str]) -> dict[str, Any]:
     if not path.is_file():
         problems.append(f"{path.name} is missing")
         return {}
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        import tomli as tomllib
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
