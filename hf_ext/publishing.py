@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 # builds will go.
 BACKENDS = ("cuda", "rocm", "xpu", "cpu")
 _UNIVERSAL = "build/torch-universal"
-_METADATA = (
-    "id",
-    "name",
-    "version",
-    "python-depends",
-    "backend",
-)  # the `kernels` library refuses a file without these
-_KERNEL_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -117,7 +109,7 @@ def publish_kernel(
 
     `build/torch-universal` is uploaded as `build/torch-cuda`, `-rocm`, `-xpu` and `-cpu`, each with its backend in
     `metadata.json`, to `main` and to the branch `v<version>` that `kernels.get_kernel(..., version=N)` reads. Builds
-    of an earlier push are replaced.
+    of an earlier push are replaced. `hf_ext.kernel_tools.check_kernel` validates; it needs the extra `kernels`.
 
     Args:
         folder: The kernel folder, for example `kernels/mxfp4_gemm`.
@@ -130,14 +122,15 @@ def publish_kernel(
         RuntimeError: Offline, no token, or the Hub refused.
     """
     folder = _existing(folder)
-    metadata, build, problems = _kernel_facts(folder)
+    problems = _kernel_problems(folder)
     if problems:
         raise ValueError(f"{folder} cannot be published: {'; '.join(problems)}")
-    repo_id = _checked_repo_id(repo_id or build.get("general", {}).get("hub", {}).get("repo-id"), dry_run)
+    general = tomllib.loads((folder / "build.toml").read_text(encoding="utf-8"))["general"]
+    repo_id = _checked_repo_id(repo_id or general.get("hub", {}).get("repo-id"), dry_run)
     with tempfile.TemporaryDirectory(prefix="hf-ext-publish-") as temporary:
         staged = Path(temporary)
         write_kernel_variants(folder, staged)
-        plan = PublishPlan(repo_id, "kernel", _sizes(staged), ("main", f"v{metadata['version']}"))
+        plan = PublishPlan(repo_id, "kernel", _sizes(staged), ("main", f"v{general['version']}"))
         if dry_run:
             return plan
         return _push(plan, staged, private=private, token=token, api=api, delete="build/*")
@@ -248,7 +241,7 @@ def _packing_problems(tensors: set[str], quantization: Mapping[str, Any] | None)
     return problems
 
 
-def _card_problems(folder: Path, required: set[str], library: str | None = None) -> list[str]:
+def _card_problems(folder: Path, required: set[str]) -> list[str]:
     card = folder / "README.md"
     if not card.is_file():
         return ["it has no README.md (the card)"]
@@ -257,8 +250,6 @@ def _card_problems(folder: Path, required: set[str], library: str | None = None)
         return ["README.md does not begin with YAML metadata between two lines of ---"]
     fields = data.data.to_dict()
     problems = [f"README.md lacks {name} in its metadata" for name in sorted(required) if not fields.get(name)]
-    if library and fields.get("library_name") not in (None, library):
-        problems.append(f"library_name in README.md is {fields['library_name']!r}; it must be {library!r}")
     bases = fields.get("base_model") or []
     for base in [bases] if isinstance(bases, str) else bases:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(base)):
@@ -278,37 +269,10 @@ def _card(path: Path) -> "ModelCard | None":
         return None
 
 
-def _kernel_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """metadata.json, build.toml, and what is wrong."""
-    problems: list[str] = []
-    metadata = _json(folder / _UNIVERSAL / "metadata.json", problems)
-    if not problems:
-        problems += [f"metadata.json lacks {name}" for name in _METADATA if name not in metadata]
-    if "name" in metadata and not _KERNEL_NAME.fullmatch(str(metadata["name"])):
-        problems.append(f"name in metadata.json is {metadata['name']!r}; it must be lower-case with dashes")
-    version = metadata.get("version", 1)
-    if not isinstance(version, int) or version < 1:
-        problems.append(f"version in metadata.json is {version!r}; it must be a whole number from 1")
-    if not (folder / _UNIVERSAL / "__init__.py").is_file():
-        problems.append(f"{_UNIVERSAL}/__init__.py is missing")
-    build = _toml(folder / "build.toml", problems)
-    general = build.get("general", {})
-    for name in ("name", "version", "license"):
-        if name in general and name in metadata and general[name] != metadata[name]:
-            problems.append(f"{name} is {general[name]!r} in build.toml and {metadata[name]!r} in metadata.json")
-    problems += _card_problems(folder, {"library_name", "tags", "license"}, library="kernels")
-    return metadata, build, problems
+def _kernel_problems(folder: Path) -> list[str]:
+    from hf_ext.kernel_tools import check_kernel
 
-
-def _toml(path: Path, problems: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        problems.append(f"{path.name} is missing")
-        return {}
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        problems.append(f"{path.name} is not TOML ({error})")
-        return {}
+    return [f"{finding.name}: {finding.detail}" for finding in check_kernel(folder) if not finding.ok]
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -69,13 +69,14 @@ def kernel(tmp_path: Path) -> Path:
     folder = tmp_path / "toy_kernel"
     variant = folder / "build" / "torch-universal"
     variant.mkdir(parents=True)
-    (variant / "__init__.py").write_text("def double(x):\n    return 2 * x\n")
+    (variant / "__init__.py").write_text('__all__ = ["double"]\n\n\ndef double(x):\n    return 2 * x\n')
     metadata = {"id": "_toy_3", "name": "toy-kernel", "version": 3, "license": "Apache-2.0", "python-depends": []}
     (variant / "metadata.json").write_text(json.dumps(metadata | {"backend": {"type": "cuda"}}))
     (folder / "build.toml").write_text(
-        '[general]\nname = "toy-kernel"\nversion = 3\nlicense = "Apache-2.0"\n[general.hub]\nrepo-id = "me/toy"\n'
+        '[general]\nname = "toy-kernel"\nversion = 3\nlicense = "Apache-2.0"\nedition = 5\nbackends = ["cuda"]\n\n'
+        '[general.hub]\nrepo-id = "me/toy"\n\n[torch-noarch]\n'
     )
-    (folder / "README.md").write_text("---\nlibrary_name: kernels\nlicense: apache-2.0\ntags: [triton]\n---\n")
+    (folder / "README.md").write_text("---\nlibrary_name: kernels\nlicense: apache-2.0\ntags:\n- triton\n---\n# Toy\n")
     return folder
 
 
@@ -282,23 +283,18 @@ def test_the_written_variants_load_with_the_kernels_library(kernel, tmp_path):
     assert get_local_kernel(tmp_path / "out").double(21) == 42  # the library picks torch-cpu here by itself
 
 
+VARIANT = "build/torch-universal"
 BREAK_KERNEL = {
-    "no metadata": (lambda f: (f / "build/torch-universal/metadata.json").unlink(), "metadata.json is missing"),
-    "no id": (lambda f: edit(f / "build/torch-universal/metadata.json", '"id"', '"ident"'), "metadata.json lacks id"),
-    "bad name": (lambda f: edit(f / "build/torch-universal/metadata.json", "toy-kernel", "Toy_kernel"), "lower-case"),
-    "bad version": (
-        lambda f: edit(f / "build/torch-universal/metadata.json", '"version": 3', '"version": "3"'),
-        "must be a whole number",
-    ),
-    "other version": (
-        lambda f: edit(f / "build.toml", "version = 3", "version = 2"),
-        "version is 2 in build.toml and 3",
-    ),
-    "no code": (lambda f: (f / "build/torch-universal/__init__.py").unlink(), "__init__.py is missing"),
-    "no build.toml": (lambda f: (f / "build.toml").unlink(), "build.toml is missing"),
-    "bad build.toml": (lambda f: (f / "build.toml").write_text("= 1"), "build.toml is not TOML"),
-    "no card": (lambda f: (f / "README.md").unlink(), "no README.md"),
-    "card of another library": (lambda f: edit(f / "README.md", ": kernels", ": peft"), "must be 'kernels'"),
+    "no metadata": (lambda f: (f / VARIANT / "metadata.json").unlink(), "lacks build/torch-universal/metadata.json"),
+    "no id": (lambda f: edit(f / VARIANT / "metadata.json", '"id"', '"ident"'), "metadata.json: .*id"),
+    "bad name": (lambda f: edit(f / VARIANT / "metadata.json", "toy-kernel", "Toy_kernel"), "metadata.json: .*name"),
+    "another version": (lambda f: edit(f / "build.toml", "version = 3", "version = 2"), "version is 2 here and 3"),
+    "no code": (lambda f: (f / VARIANT / "__init__.py").unlink(), "lacks build/torch-universal/__init__.py"),
+    "a foreign import": (lambda f: (f / VARIANT / "x.py").write_text("import hf_ext"), "x.py, line 1 imports hf_ext"),
+    "no build.toml": (lambda f: (f / "build.toml").unlink(), "lacks build.toml"),
+    "bad build.toml": (lambda f: (f / "build.toml").write_text("= 1"), "build.toml: "),
+    "no card": (lambda f: (f / "README.md").unlink(), "lacks README.md"),
+    "card of another library": (lambda f: edit(f / "README.md", ": kernels", ": peft"), "library_name: kernels"),
 }
 
 
