@@ -61,16 +61,22 @@ class PackedLayout:
         """The kernel, or the PyTorch reference, that multiplies on ``device``.
 
         Raises:
-            ValueError: if a kernel is asked for by name with a block size that it does not have.
+            ValueError: if a kernel is asked for by name with a layout that it does not have.
         """
-        if self.block_size != KERNEL_BLOCK_SIZE or (self.activation and self.scale_rule == "mse"):
+        if lacking := self._lacking_in_kernel():
             if self.kernel in ("bundled", "hub"):
-                raise ValueError(
-                    f"kernel={self.kernel!r} has blocks of {KERNEL_BLOCK_SIZE} and closed-form scale rules only, got "
-                    f"block_size={self.block_size}, scale_rule={self.scale_rule!r}; use kernel='reference'"
-                )
+                raise ValueError(f"kernel={self.kernel!r} does not have {lacking}; use kernel='reference' or 'auto'")
             return reference
         return _loaded[_resolve(self.kernel, device.type)]
+
+    def _lacking_in_kernel(self) -> str | None:
+        if self.block_size != KERNEL_BLOCK_SIZE:
+            return f"block_size={self.block_size}"
+        if self.activation and self.scale_rule == "mse":
+            return "scale_rule='mse' for activations"
+        if self.activation and self.activation_macro_block_size == 32:
+            return "activation_macro_block_size=32"
+        return None
 
     @property
     def sizes(self) -> dict[str, int]:

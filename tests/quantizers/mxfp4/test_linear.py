@@ -130,10 +130,19 @@ def test_non_finite_weights_and_ragged_inputs_are_refused():
         MXFP4Linear(48, 4)
 
 
-def test_a_kernel_by_name_refuses_blocks_that_it_does_not_have():
-    packed = MXFP4Linear(160, 48, config=MXFP4Config(block_size=16, kernel="bundled"))
-    with pytest.raises(ValueError, match="block_size=16.*use kernel='reference'"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 16}, "block_size=16"),
+        ({"activation": "mxfp4", "activation_macro_block_size": 32}, "activation_macro_block_size=32"),
+        ({"activation": "mxfp4", "scale_rule": "mse"}, "scale_rule='mse' for activations"),
+    ],
+)
+def test_a_kernel_by_name_refuses_layouts_that_it_does_not_have(arguments, message):
+    packed = MXFP4Linear(160, 48, config=MXFP4Config(kernel="bundled", **arguments))
+    with pytest.raises(ValueError, match=f"{message}; use kernel='reference'"):
         packed(torch.randn(2, 160))
+    assert MXFP4Linear(160, 48, config=MXFP4Config(**arguments)).layout.operations(torch.device("cuda")) is reference
 
 
 def test_a_forced_kernel_without_an_accelerator_raises_instead_of_falling_back():
