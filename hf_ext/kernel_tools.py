@@ -32,6 +32,8 @@ __all__ = [
     "check_kernel",
     "check_target",
     "compile_config",
+    "is_for",
+    "nvidia_tool",
 ]
 
 KIB = 1024
@@ -291,6 +293,11 @@ def check_target(name: str) -> str:
     return name
 
 
+def is_for(config: dict[str, Any], target: str) -> bool:
+    """Whether a configuration ships for a target. Targets beyond the default ones are an extra and never excluded."""
+    return target not in DEFAULT_TARGETS or target in config.get("targets", DEFAULT_TARGETS)
+
+
 def aot_configs(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The configurations that a kernel repository asks to be compiled: what its ``aot.aot_configs()`` returns.
 
@@ -335,7 +342,7 @@ def compile_config(config: dict[str, Any], target: str) -> CompileReport:
         ValueError: Unknown target, or one that the configuration is not made for.
     """
     check_target(target)
-    if target in DEFAULT_TARGETS and target not in config.get("targets", DEFAULT_TARGETS):
+    if not is_for(config, target):
         raise ValueError(f"{config['name']} is made for {', '.join(config['targets'])}, not for {target}")
     _require_compiler()
     import triton

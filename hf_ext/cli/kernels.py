@@ -90,13 +90,14 @@ def compile(
 
     - `hf-ext kernels compile mxfp4_gemm --target sm_90 --target gfx942 --all --out static.jsonl`
     """
-    from hf_ext.kernel_tools import DEFAULT_TARGETS, aot_configs, check_target, compile_config
+    from hf_ext.kernel_tools import DEFAULT_TARGETS, aot_configs, check_target, compile_config, is_for
     from hf_ext.runlog import RunLog
 
     targets = [check_target(name) for name in target or DEFAULT_TARGETS]
     configs = [config for config in aot_configs(_folder(folder)) if every or config["default"]]
-    if not configs:
-        raise ValueError(f"{folder} has no default configuration; --all compiles every one")
+    jobs = [(config, name) for config in configs for name in targets if is_for(config, name)]
+    if not jobs:
+        raise ValueError(f"{folder} has no such configuration for {', '.join(targets)}; --all compiles every one")
     log = RunLog(out, key=("name", "target")) if out else None
     console = Console()
     table = Table("configuration", "target", "registers", "spilled bytes", "shared KiB", "seconds", "result")
@@ -109,21 +110,20 @@ def compile(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=len(configs) * len(targets))
-        for config in configs:
-            for name in targets:
-                progress.update(task, description=f"{config['name']} for {name}")
-                report = compile_config(config, name)
-                failed += not report.ok
-                if log is not None:
-                    log.append(report.to_dict())
-                result = "[green]ok[/green]" if report.ok else f"[red]{'; '.join(report.problems)}[/red]"
-                numbers = (str(report.registers), str(report.spilled_bytes), f"{report.shared_bytes / 1024:.1f}")
-                table.add_row(config["name"], name, *numbers, f"{report.seconds:.1f}", result)
-                progress.advance(task)
+        task = progress.add_task("compiling", total=len(jobs))
+        for config, name in jobs:
+            progress.update(task, description=f"{config['name']} for {name}")
+            report = compile_config(config, name)
+            failed += not report.ok
+            if log is not None:
+                log.append(report.to_dict())
+            result = "[green]ok[/green]" if report.ok else f"[red]{'; '.join(report.problems)}[/red]"
+            numbers = (str(report.registers), str(report.spilled_bytes), f"{report.shared_bytes / 1024:.1f}")
+            table.add_row(config["name"], name, *numbers, f"{report.seconds:.1f}", result)
+            progress.advance(task)
     console.print(table)
     if out is not None:
         console.print(f"rows appended to {out}", soft_wrap=True)
     if failed:
-        console.print(f"{failed} of {len(configs) * len(targets)} compilations failed their limits")
+        console.print(f"{failed} of {len(jobs)} compilations failed their limits")
         raise typer.Exit(1)

@@ -3,6 +3,8 @@
 Never imported by the package itself; a compiler process imports it, and not under `TRITON_INTERPRET`.
 """
 
+import itertools
+
 import torch
 import triton.language as tl
 
@@ -51,22 +53,23 @@ def _config(kernel, name, entry, types: dict, constants: dict, divisible=(), **m
 def _w4a16() -> list[dict]:
     found = []
     for entry in configs.W4A16:
-        few_rows = entry.get("max_m", 0) == 16
+        # Up to 64 rows may be cut along K: partial sums in float32, bias left to the reduction.
+        splits = (True, False) if entry.get("max_m", configs.SPLIT_MAX_M + 1) <= configs.SPLIT_MAX_M else (False,)
         first = entry is next(e for e in configs.W4A16 if e.get("max_m") == entry.get("max_m"))
-        for dtype, macro in [(entry["dtypes"][0], 128), (entry["dtypes"][0], 0), (entry["dtypes"][-1], 64)]:
-            # Few rows run cut along K: partial sums in float32, bias left to the reduction.
-            name = f"w4a16-{dtype}-macro{macro}-{_shape_of(entry)}" + ("-split" if few_rows else "")
+        kinds = [(entry["dtypes"][0], 128), (entry["dtypes"][0], 0), (entry["dtypes"][-1], 64)]
+        for (dtype, macro), split in itertools.product(kinds, splits):
+            name = f"w4a16-{dtype}-macro{macro}-{_shape_of(entry)}" + ("-split" if split else "")
             types = dict.fromkeys(("packed_ptr", "scale_ptr", "macro_ptr"), "u8")
-            types |= {"x_ptr": dtype, "bias_ptr": dtype, "y_ptr": "fp32" if few_rows else dtype}
+            types |= {"x_ptr": dtype, "bias_ptr": dtype, "y_ptr": "fp32" if split else dtype}
             constants = {
                 "MACRO": macro,
-                "HAS_BIAS": not few_rows,
-                "SPLIT": few_rows,
+                "HAS_BIAS": not split,
+                "SPLIT": split,
                 "DOT": _DOT[dtype],
                 "PRECISION": "ieee",
                 **configs.constexprs(entry),
             }
-            default = first and macro == 128 and dtype == "bf16"
+            default = first and macro == 128 and dtype == "bf16" and split == splits[0]
             divisible = ("n", "half_k", "chunk")
             found.append(_config(w4a16_kernel, name, entry, types, constants, divisible, default=default))
     return found
@@ -76,7 +79,7 @@ def _w4a4() -> list[dict]:
     found = []
     for entry in configs.W4A4:
         first = entry is next(e for e in configs.W4A4 if e.get("max_m") == entry.get("max_m"))
-        for x_macro, macro in [(64, 128), (128, 128), (0, 0)]:
+        for x_macro, macro in [(64, 128), (128, 128), (0, 0), (64, 32), (0, 128), (64, 0)]:
             tile = {**entry, "BLOCK_K": configs.w4a4_block_k(x_macro, macro)}
             types = dict.fromkeys(
                 ("xq_ptr", "x_scale_ptr", "x_macro_ptr", "packed_ptr", "scale_ptr", "macro_ptr"), "u8"

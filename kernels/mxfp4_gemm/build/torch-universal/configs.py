@@ -29,7 +29,7 @@ W4A16 = [
     {"dtypes": ("fp32",), "max_m": 16, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP_M": 1, "SWAP": False,
      "num_warps": 4, "num_stages": 2},
     {"dtypes": ("fp32",), "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "GROUP_M": 8, "SWAP": False,
-     "num_warps": 4, "num_stages": 2},
+     "num_warps": 8, "num_stages": 2},
 ]  # fmt: skip
 
 # BLOCK_K of a W4A4 tile is the shorter macro block, at most 128.
@@ -80,14 +80,18 @@ def _by_rows(entries: list[dict], m: int) -> list[dict]:
     return [entry for entry in entries if "max_m" not in entry]
 
 
+# Up to this many rows a product may be cut along K.
+SPLIT_MAX_M = 64
+
+
 def split_count(m: int, n: int, k: int, processors: int) -> tuple[int, int]:
     """Number of pieces K is cut into, and their length (a multiple of 128), for y [m, n] on that many processors.
 
     Few rows give few tiles: K is cut until there are about two programs per processor, but a piece keeps 256 values at
-    least, or the partial sums cost more than they save. More than 64 rows are not split.
+    least, or the partial sums cost more than they save.
     """
     tiles = -(-m // 16) * -(-n // 64) if m <= 16 else -(-m // 64) * -(-n // 64)
-    if m > 64 or tiles >= 2 * processors:
+    if m > SPLIT_MAX_M or tiles >= 2 * processors:
         return 1, -(-k // 128) * 128
     wanted = min(-(-2 * processors // tiles), max(1, k // 256), 32)
     chunk = -(-k // (wanted * 128)) * 128
