@@ -1,4 +1,4 @@
-"""Runs the checks in `interpreted/`, each file in a process of its own: Triton's interpreter is a choice per process."""
+"""Runs the checks in `interpreted/`, each file in a process of its own: the interpreter is a choice per process."""
 
 import os
 import subprocess

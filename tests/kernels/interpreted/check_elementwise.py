@@ -41,7 +41,7 @@ def not_finite() -> torch.Tensor:
 
 
 INPUTS = {
-    "gauss": lambda: torch.randn(19, 224),
+    "gauss": lambda: torch.randn(17, 160),
     "random bits": random_bits,
     "powers of two": powers_of_two,
     "subnormal": lambda: torch.randn(6, 160) * 1e-39,

@@ -6,7 +6,7 @@ import torch
 EPS = torch.finfo(torch.float32).eps
 SHAPES = [  # M, N, K and the weight's macro block
     (1, 1, 32, 128),
-    (1, 192, 1536, 128),
+    (1, 70, 1536, 128),
     (3, 70, 96, None),
     (16, 64, 128, 64),
     (16, 70, 576, 32),
