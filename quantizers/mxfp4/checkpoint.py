@@ -28,7 +28,7 @@ from hf_ext.runlog import write_json, write_text
 from . import numerics, reference
 from .calibration import collect_channel_stats, token_batches
 from .card import model_card
-from .configuration import MXFP4Config
+from .configuration import MXFP4Config, check_module_pattern
 from .export import check_exportable, compressed_tensors_config, dense_linears
 from .linear import pack_weight
 from .plan import Item, make_plan, split_into_shards
@@ -304,7 +304,8 @@ def _add_skips(quantizer: MXFP4HfQuantizer, model: "PreTrainedModel", skip: list
     config = quantizer.quantization_config
     modules = [name for name, _ in model.named_modules() if name]
     for entry in skip:
-        if all(should_convert_module(name, [entry]) for name in modules):
+        check_module_pattern("skip", entry)
+        if not entry or all(should_convert_module(name, [entry]) for name in modules):
             raise ValueError(f"`skip` names no module of {type(model).__name__}: {entry!r}")
     base = quantizer.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
     config.modules_to_not_convert = sorted({*base, *skip})

@@ -1,5 +1,6 @@
 """The configuration of MXFP4 quantisation."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +12,17 @@ from .numerics import BLOCK_SIZES, MACRO_BLOCK_SIZES, SCALE_RULES, WEIGHT_SEARCH
 __all__ = ["QUANT_METHOD", "MXFP4Config"]
 
 QUANT_METHOD = "hf_ext_mxfp4"
+
+
+def check_module_pattern(argument: str, entry: str) -> None:
+    """Raise ValueError unless ``entry`` can be matched against the names of modules, as transformers does."""
+    try:
+        re.compile(f"(?:{entry})")  # in a group, as transformers compiles it
+    except re.error as error:
+        raise ValueError(
+            f"`{argument}`: {entry!r} is not a regular expression ({error.msg}); give a prefix or a suffix of the modules' "
+            "names as it stands, such as 'q_proj', or a pattern such as '.*q_proj'"
+        ) from None
 
 
 @dataclass
@@ -45,8 +57,9 @@ class MXFP4Config(QuantizationConfigMixin):
         activation_macro_block_size (`int` or `None`, defaults to 64):
             Macro block of the inputs (the paper: 128; 64 costs no storage and is closer in our measurements).
         modules_to_not_convert (`list[str]`, *optional*):
-            Modules left dense: prefixes, suffixes or regular expressions of their names. `None` leaves tied
-            embeddings and the output head, as transformers does. Resolved and stored when a model is quantised.
+            Modules left dense: prefixes, suffixes or regular expressions of their names. `None` leaves the output
+            head, as transformers does. Tied weights stay dense in any case. Resolved and stored when a model is
+            quantised.
         dequantize (`bool`, defaults to `False`):
             Load a packed checkpoint into plain dense layers.
         compute_dtype (`str` or `torch.dtype`, *optional*):
@@ -110,6 +123,8 @@ class MXFP4Config(QuantizationConfigMixin):
         modules = self.modules_to_not_convert
         if modules is not None and (isinstance(modules, str) or not all(isinstance(entry, str) for entry in modules)):
             raise ValueError(f"`modules_to_not_convert` must be a list of names or None, got {modules!r}")
+        for entry in modules or ():
+            check_module_pattern("modules_to_not_convert", entry)
         self._normalise_compute_dtype()
 
     def _check_choice(self, name: str, allowed: tuple) -> None:

@@ -46,9 +46,9 @@ def packed_parameters(module: nn.Module, config: MXFP4Config) -> tuple[dict[str,
 class PackedExperts:
     """Mixed into the class of an experts module whose weights are packed.
 
-    For each fused weight, ``gate_up_proj`` say, the module has uint8 tensors ``gate_up_proj_packed`` (a frozen
-    parameter), ``gate_up_proj_scale`` and ``gate_up_proj_mbs`` (buffers), shaped as in a linear layer with the experts
-    in front.
+    For each fused weight, ``gate_up_proj`` say, the module has frozen uint8 parameters ``gate_up_proj_packed``,
+    ``gate_up_proj_scale`` and ``gate_up_proj_mbs`` (or None), shaped as in a linear layer with the experts in front.
+    Parameters all, because a conversion of transformers (Qwen3-VL-MoE's) looks the tensors that it loads up as such.
     """
 
     layout: PackedLayout
@@ -140,6 +140,8 @@ def make_packed_experts(module: nn.Module, config: MXFP4Config) -> None:
 
 def set_packed_expert_tensors(module: nn.Module, name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Register (or replace) the packed tensors of one fused weight."""
-    setattr(module, f"{name}_packed", nn.Parameter(tensors["packed"], requires_grad=False))
-    for suffix in ("scale", "mbs"):
-        module.register_buffer(f"{name}_{suffix}", tensors.get(suffix))
+    for suffix in ("packed", "scale", "mbs"):
+        tensor = tensors.get(suffix)
+        module.register_parameter(
+            f"{name}_{suffix}", None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        )

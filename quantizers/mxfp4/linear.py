@@ -242,6 +242,17 @@ class MXFP4Linear(nn.Module):
         packed = pack_weight(weight, replace(config, weight_search=search, channel_stats=None))
         self.load_packed_state({f"weight_{suffix}": tensor for suffix, tensor in packed.items()})
 
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name != "weight":
+                raise
+        raise AttributeError(
+            "an MXFP4Linear has no dense `weight`: `dequantize()` gives it. Where the code of a model reads the weight "
+            "of this layer itself, add the layer's name to `modules_to_not_convert` (--skip)"
+        )
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]`` in the dtype of ``x``."""
         packed = (self.weight_packed, self.weight_scale, self.weight_mbs)

@@ -144,14 +144,16 @@ class MXFP4HfQuantizer(HfQuantizer):
         config = self.quantization_config
         skip = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
         if not self.pre_quantized:
-            config.modules_to_not_convert = sorted(skip)
+            # Tied weights, whatever the caller's list: the checkpoint holds one of them, under the embedding's name.
+            skip = config.modules_to_not_convert = sorted({*skip, *tied_modules(model)})
         names, left = convertible_layers(model, config, skip)
         if not self.pre_quantized:
             warn_about_dense(model, left)
         if not names:
+            example = "".join(f"; {name}: {reason}" for name, reason in list(left.items())[:1])
             raise ValueError(
-                "no layer of this model can be held in MXFP4: `modules_to_not_convert` leaves none, or no input size "
-                f"is a multiple of block_size={config.block_size}"
+                "no layer of this model can be held in MXFP4: `modules_to_not_convert` leaves none, or none has an "
+                f"input size that is a multiple of block_size={config.block_size} and a class that is known{example}"
             )
         return names
 
@@ -248,6 +250,12 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
+def tied_modules(model: "PreTrainedModel") -> set[str]:
+    """Names of the modules whose weight is tied to another's."""
+    keys = {key for pair in model.all_tied_weights_keys.items() for key in pair}
+    return {key.removesuffix(".weight") for key in keys if key.endswith(".weight")}
+
+
 def convertible_layers(model: nn.Module, config: MXFP4Config, skip: list[str]) -> tuple[list[str], dict[str, str]]:
     """Names of the modules that `MXFP4Config` converts, and why others of their kind stay dense.
 
@@ -255,10 +263,17 @@ def convertible_layers(model: nn.Module, config: MXFP4Config, skip: list[str]) -
         ``(names, left)``: ``left`` maps names to a reason. Modules that match ``skip`` are in neither.
     """
     names, left = [], {}
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
     for name, module in model.named_modules():
-        if not should_convert_module(name, skip):
+        if not all(should_convert_module(place, skip) for place in places[module]):
             continue
         shape = linear_shape(module)
+        convertible = shape is not None or is_fused_experts(module)
+        if convertible and len(places[module]) > 1:
+            left[name] = f"the same module is also {places[module][1]}"
+            continue
         if shape is not None:
             if shape[1] % config.block_size:
                 left[name] = f"{shape[1]} inputs are not a multiple of block_size={config.block_size}"
@@ -270,6 +285,8 @@ def convertible_layers(model: nn.Module, config: MXFP4Config, skip: list[str]) -
                 names.append(name)
             else:
                 left[name] = reason
+        elif isinstance(module, (nn.Linear, _conv1d_class())):
+            left[name] = f"{type(module).__name__} is a subclass whose own way with its weight is not known"
     return names, left
 
 

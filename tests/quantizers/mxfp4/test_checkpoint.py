@@ -545,6 +545,8 @@ def test_full_disk_is_told_before_and_during_work(tiny_llama_dir, tmp_path, monk
         ({"format": "gptq"}, "`format` must be one of"),
         ({"format": "compressed-tensors"}, "no macro-block scale; re-quantise with macro_block_size=None"),
         ({"skip": ["model.nothing"]}, "`skip` names no module.*model.nothing"),
+        ({"skip": [""]}, "`skip` names no module"),
+        ({"skip": ["*q_proj"]}, "`skip`: .*is not a regular expression"),
         ({"max_shard_size": "large"}, "`max_shard_size`.*large"),
         ({"max_shard_size": 0}, "`max_shard_size`"),
         ({"dtype": "int8"}, "`dtype` must be a float dtype.*int8"),

@@ -22,6 +22,7 @@ from hf_ext import MXFP4Config
         ({"search_exponents": 1}, "`search_exponents` must be True or False"),
         ({"compute_dtype": "int8"}, "`compute_dtype` must be one of float32, float16, bfloat16"),
         ({"modules_to_not_convert": "lm_head"}, "`modules_to_not_convert` must be a list of names"),
+        ({"modules_to_not_convert": ["*q_proj"]}, "'.q_proj' is not a regular expression.*such as 'q_proj'"),
         ({"channel_stats": "f", "weight_search": "static"}, "`channel_stats` is only used by"),
         ({"macro_block_size": None, "weight_search": "dynamic"}, "has nothing to search"),
         ({"kernel": "cuda"}, "`kernel` must be one of"),

@@ -169,6 +169,78 @@ def test_tied_embeddings_stay_dense_and_tied(tiny_gpt2_dir):
     assert isinstance(model.transformer.h[0].attn.c_attn, MXFP4Linear)
 
 
+def test_tied_embeddings_stay_dense_whatever_else_is_left_dense(tiny_gpt2_dir, tmp_path):
+    config = MXFP4Config(modules_to_not_convert=["transformer.h.0"])
+    model = AutoModelForCausalLM.from_pretrained(tiny_gpt2_dir, quantization_config=config)
+    assert type(model.lm_head) is nn.Linear and model.lm_head.weight is model.transformer.wte.weight
+    assert isinstance(model.transformer.h[1].mlp.c_fc, MXFP4Linear)
+    memory = quantize_model(AutoModelForCausalLM.from_pretrained(tiny_gpt2_dir), config)
+    assert memory.state_dict().keys() == model.state_dict().keys()
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info == CLEAN and torch.equal(logits(loaded), logits(model))
+
+
+def test_a_module_in_two_places_stays_dense_by_name(tiny_llama_dir, caplog):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    shared = model.model.layers[0].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = shared
+    quantize_model(model)
+    assert model.model.layers[0].mlp.up_proj is shared and model.model.layers[1].mlp.up_proj is shared
+    assert isinstance(model.model.layers[1].mlp.down_proj, MXFP4Linear)
+    assert "layers.0.mlp.up_proj: the same module is also model.layers.1.mlp.up_proj" in caplog.text
+
+
+def test_subclasses_of_linear_stay_dense_by_name(tmp_path):
+    from transformers import FalconConfig, FalconForCausalLM
+
+    FalconForCausalLM(
+        FalconConfig(vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no layer of this model.*h.0.*FalconLinear is a subclass"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MXFP4Config())
+
+
+def test_a_model_that_reads_a_packed_weight_is_told_what_to_leave_dense(tmp_path):
+    from transformers import LongT5Config, LongT5ForConditionalGeneration
+
+    config = LongT5Config(
+        vocab_size=256, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, local_radius=5, decoder_start_token_id=0
+    )
+    LongT5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    load = LongT5ForConditionalGeneration.from_pretrained
+    with pytest.raises(AttributeError, match="no dense `weight`.*`modules_to_not_convert`"):
+        load(tmp_path, quantization_config=MXFP4Config())(IDS, decoder_input_ids=IDS)
+    model = load(tmp_path, quantization_config=MXFP4Config(modules_to_not_convert=["wo", "lm_head"]))
+    assert torch.isfinite(model(IDS, decoder_input_ids=IDS).logits).all()
+
+
+def test_experts_that_transformers_transposes_while_loading_save_and_load(tmp_path):
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    torch.manual_seed(5)
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+    config = Qwen3VLMoeConfig(
+        text_config={"vocab_size": 256, "hidden_size": 64, "rope_parameters": rope, **heads, **experts},
+        vision_config=vision | {"deepstack_visual_indexes": [0]},
+    )
+    load = Qwen3VLMoeForConditionalGeneration.from_pretrained
+    Qwen3VLMoeForConditionalGeneration(config).save_pretrained(tmp_path / "dense")
+    model = load(tmp_path / "dense", quantization_config=MXFP4Config())
+    assert model.model.language_model.layers[0].mlp.experts.gate_up_proj_packed.dtype == torch.uint8
+    model.save_pretrained(tmp_path / "packed")
+    loaded, info = load(tmp_path / "packed", output_loading_info=True)
+    assert info == CLEAN and torch.equal(logits(loaded), logits(model))
+    dense, info = load(
+        tmp_path / "packed", quantization_config=MXFP4Config(dequantize=True), output_loading_info=True
+    )
+    assert info == CLEAN
+    torch.testing.assert_close(logits(dense), logits(model))
+
+
 def test_inputs_that_are_no_multiple_of_the_block_stay_dense_with_one_warning(tmp_path, caplog):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
