@@ -20,8 +20,8 @@ def check_module_pattern(argument: str, entry: str) -> None:
         re.compile(f"(?:{entry})")  # in a group, as transformers compiles it
     except re.error as error:
         raise ValueError(
-            f"`{argument}`: {entry!r} is not a regular expression ({error.msg}); give a prefix or a suffix of the modules' "
-            "names as it stands, such as 'q_proj', or a pattern such as '.*q_proj'"
+            f"`{argument}`: {entry!r} is not a regular expression ({error.msg}); give a prefix or a suffix of the "
+            "modules' names as it stands, such as 'q_proj', or a pattern such as '.*q_proj'"
         ) from None
 
 

@@ -249,8 +249,8 @@ class MXFP4Linear(nn.Module):
             if name != "weight":
                 raise
         raise AttributeError(
-            "an MXFP4Linear has no dense `weight`: `dequantize()` gives it. Where the code of a model reads the weight "
-            "of this layer itself, add the layer's name to `modules_to_not_convert` (--skip)"
+            "an MXFP4Linear has no dense `weight`: `dequantize()` gives it. Where the code of a model reads the "
+            "weight of this layer itself, add the layer's name to `modules_to_not_convert` (--skip)"
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

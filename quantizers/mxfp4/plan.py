@@ -29,7 +29,7 @@ from .source import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Item", "Plan", "make_plan", "split_into_shards"]
+__all__ = ["Item", "Plan", "Renaming", "make_plan", "split_into_shards", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Plan:
     missing: list[str]  # dense parameters of the model that the checkpoint lacks
 
 
-class _Renaming:
+class Renaming:
     """Where transformers puts the keys of a checkpoint in one model."""
 
     def __init__(self, model: "PreTrainedModel", quantizer: MXFP4HfQuantizer | None = None):
@@ -108,8 +108,8 @@ def make_plan(source: Source, model: "PreTrainedModel", names: list[str], config
         ValueError: a tensor has the wrong shape, a weight to be packed is missing or incomplete, or transformers
             makes it from the checkpoint's tensors by more than stacking rows; the message names the tensor.
     """
-    renaming = _Renaming(model)
-    weights = _weights_of(model, names)
+    renaming = Renaming(model)
+    weights = weights_of(model, names)
     transposed = {target: is_transposed(model.get_submodule(target.rpartition(".")[0])) for target in weights}
     plan = model._get_dtype_plan(source.dtype)
     tied = dict(model.all_tied_weights_keys)
@@ -129,7 +129,7 @@ def make_plan(source: Source, model: "PreTrainedModel", names: list[str], config
 
     for name in names:
         replace_layer(model, name, config, placeholder=False)
-    packed_renaming = _Renaming(model, MXFP4HfQuantizer(config, pre_quantized=True))
+    packed_renaming = Renaming(model, MXFP4HfQuantizer(config, pre_quantized=True))
     items = []
     for key, (target, converter) in placed.items():
         shape = source.tensors[key].shape
@@ -154,7 +154,8 @@ def make_plan(source: Source, model: "PreTrainedModel", names: list[str], config
     return Plan(items, dropped, missing)
 
 
-def _weights_of(model: "PreTrainedModel", names: list[str]) -> set[str]:
+def weights_of(model: "PreTrainedModel", names: list[str]) -> set[str]:
+    """Names of the dense weights of some modules that are to be packed."""
     weights = set()
     for name in names:
         module = model.get_submodule(name)
@@ -175,7 +176,7 @@ def _drop_tied_copies(source: Source, placed: dict, tied: dict[str, str], droppe
                     dropped.append(first)
 
 
-def _check_shapes(source: Source, renaming: _Renaming, placed: dict, weights: set[str]) -> None:
+def _check_shapes(source: Source, renaming: Renaming, placed: dict, weights: set[str]) -> None:
     found = dict.fromkeys(weights, 0)
     for key, (target, converter) in placed.items():
         info, expected = source.tensors[key], tuple(renaming.state[target].shape)
@@ -196,7 +197,7 @@ def _check_shapes(source: Source, renaming: _Renaming, placed: dict, weights: se
             )
 
 
-def _missing(renaming: _Renaming, found: set[str], tied: dict[str, str], weights: set[str]) -> list[str]:
+def _missing(renaming: Renaming, found: set[str], tied: dict[str, str], weights: set[str]) -> list[str]:
     produced = set(found)
     for converter in renaming.converters:
         # One tensor that is split while it loads is found under its first target only.
@@ -236,7 +237,7 @@ def _dtype_of(
     return dtype if packed else parameter.dtype
 
 
-def _loadable_name(renaming: _Renaming, name: str, target: str, suffixes: list[str]) -> str:
+def _loadable_name(renaming: Renaming, name: str, target: str, suffixes: list[str]) -> str:
     """``name``, or else ``target``: whichever transformers will put where it belongs."""
     for candidate in (name, target):
         if all(renaming(candidate + suffix)[0] == target + suffix for suffix in suffixes):

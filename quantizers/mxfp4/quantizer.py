@@ -119,11 +119,16 @@ class MXFP4HfQuantizer(HfQuantizer):
         self, model: "PreTrainedModel", checkpoint_files: list[str] | None = None, **kwargs: Any
     ):
         config = self.quantization_config
-        if self.pre_quantized and checkpoint_files:
-            check_packed_checkpoint(checkpoint_files, config)
+        keys = stored_keys(checkpoint_files or [])
+        if self.pre_quantized and keys:
+            check_packed_checkpoint(keys, config)
         if self.pre_quantized and config.dequantize:
             return model
         names = self.plan(model)
+        if keys:
+            absent = self.absent_from_checkpoint(model, names, keys)
+            names = [name for name in names if name not in absent]
+            config.modules_to_not_convert = sorted({*(config.modules_to_not_convert or ()), *absent})
         if not self.pre_quantized:
             if config.channel_stats is not None:
                 self.channel_stats = load_channel_stats(config.channel_stats)
@@ -156,6 +161,37 @@ class MXFP4HfQuantizer(HfQuantizer):
                 f"input size that is a multiple of block_size={config.block_size} and a class that is known{example}"
             )
         return names
+
+    def absent_from_checkpoint(self, model: "PreTrainedModel", names: list[str], keys: set[str]) -> set[str]:
+        """Those of the modules to be packed that a checkpoint has nothing for: the fresh head of another task.
+
+        They stay dense, so that transformers initialises and reports them as it does without quantisation, and they
+        can be trained. Those that a key without a place may be meant for are not among them.
+
+        Args:
+            model: with its layers dense.
+            names: of the modules to be packed.
+            keys: of the checkpoint's tensors.
+        """
+        from .plan import Renaming, weights_of
+
+        renaming = Renaming(model)
+        found, homeless = set(), set()
+        for key in keys:
+            packed = key.endswith("_packed")
+            dense_key = key.removesuffix("_packed")
+            target = renaming(dense_key)[0]
+            if target is None:
+                homeless.add(dense_key)
+            elif packed or not self.pre_quantized:
+                found.add(target)
+        meant = {tuple(key.split(".")[-2:]) for key in homeless}
+        absent = set()
+        for name in names:
+            weights = weights_of(model, [name])
+            if not weights & found and not any(tuple(weight.split(".")[-2:]) in meant for weight in weights):
+                absent.add(name)
+        return absent
 
     def check_stats(self, model: "PreTrainedModel", names: list[str]) -> None:
         """Raise ValueError if a weighted search lacks the statistics of a module to be packed, or they do not fit."""
@@ -385,24 +421,36 @@ def load_channel_stats(path: str) -> dict[str, torch.Tensor]:
         raise ValueError(f"`channel_stats={path!r}` is not a readable safetensors file: {error}") from error
 
 
-def check_packed_checkpoint(files: list[str], config: MXFP4Config) -> None:
-    """Raise unless each packed weight of a checkpoint has its scales, in safetensors files that are whole.
-
-    transformers would warn of a missing scale and go on with zeros.
+def stored_keys(files: list[str]) -> set[str]:
+    """Names of the tensors in safetensors files; none if one is of another format, which has no list of them.
 
     Raises:
         OSError: for a file that cannot be read, as when a download or a copy was cut short.
-        ValueError: for a missing or surplus tensor, named.
     """
-    names: set[str] = set()
+    keys: set[str] = set()
     for path in files:
         if not str(path).endswith(".safetensors"):
-            return
+            return set()
         try:
             with safe_open(path, framework="pt") as file:
-                names.update(file.keys())
+                keys.update(file.keys())
         except Exception as error:
             raise OSError(f"{path} is not a complete safetensors file: {error}") from error
+    return keys
+
+
+def check_packed_checkpoint(names: set[str], config: MXFP4Config) -> None:
+    """Raise unless each packed weight of a checkpoint has its scales.
+
+    transformers would warn of a missing scale and go on with zeros.
+
+    Args:
+        names: of the checkpoint's tensors.
+        config: that the checkpoint stores.
+
+    Raises:
+        ValueError: for a missing or surplus tensor, named.
+    """
     for name in sorted(names):
         if not name.endswith("_packed"):
             continue

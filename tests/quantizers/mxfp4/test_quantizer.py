@@ -205,7 +205,7 @@ def test_a_model_that_reads_a_packed_weight_is_told_what_to_leave_dense(tmp_path
     from transformers import LongT5Config, LongT5ForConditionalGeneration
 
     config = LongT5Config(
-        vocab_size=256, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, local_radius=5, decoder_start_token_id=0
+        vocab_size=256, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, local_radius=5, pad_token_id=0
     )
     LongT5ForConditionalGeneration(config).save_pretrained(tmp_path)
     load = LongT5ForConditionalGeneration.from_pretrained
@@ -234,11 +234,34 @@ def test_experts_that_transformers_transposes_while_loading_save_and_load(tmp_pa
     model.save_pretrained(tmp_path / "packed")
     loaded, info = load(tmp_path / "packed", output_loading_info=True)
     assert info == CLEAN and torch.equal(logits(loaded), logits(model))
-    dense, info = load(
-        tmp_path / "packed", quantization_config=MXFP4Config(dequantize=True), output_loading_info=True
-    )
+    dense, info = load(tmp_path / "packed", quantization_config=MXFP4Config(dequantize=True), output_loading_info=True)
     assert info == CLEAN
     torch.testing.assert_close(logits(dense), logits(model))
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "CausalLM"])
+def test_a_head_that_the_checkpoint_lacks_is_initialised_dense_and_can_be_trained(task, tiny_llama_dir, tmp_path):
+    import transformers
+
+    auto = getattr(transformers, f"AutoModelFor{task}")
+    head = "lm_head" if task == "CausalLM" else "score"
+    source = tiny_llama_dir
+    if task == "CausalLM":  # the whole model from a checkpoint of its base
+        source = tmp_path / "base"
+        transformers.AutoModel.from_pretrained(tiny_llama_dir).save_pretrained(source)
+    transformers.AutoModel.from_pretrained(source, quantization_config=MXFP4Config()).save_pretrained(tmp_path / "p")
+    _, expected = auto.from_pretrained(source, output_loading_info=True)  # without quantisation
+    for folder, arguments in ((source, {"quantization_config": MXFP4Config()}), (tmp_path / "p", {})):
+        model, info = auto.from_pretrained(folder, output_loading_info=True, **arguments)
+        assert info["missing_keys"] == expected["missing_keys"] and not info["mismatched_keys"]
+        layer = model.get_submodule(head)
+        assert type(layer) is nn.Linear and layer.weight.requires_grad and layer.weight.std() > 0
+        assert isinstance(model.model.layers[0].mlp.up_proj, MXFP4Linear)
+        model(IDS).logits.square().mean().backward()
+        assert layer.weight.grad.abs().sum() > 0
+        model.save_pretrained(tmp_path / "again")
+        loaded, info = auto.from_pretrained(tmp_path / "again", output_loading_info=True)
+        assert info == CLEAN and torch.equal(logits(loaded), logits(model))
 
 
 def test_inputs_that_are_no_multiple_of_the_block_stay_dense_with_one_warning(tmp_path, caplog):
