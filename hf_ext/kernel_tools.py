@@ -335,8 +335,8 @@ def compile_config(config: dict[str, Any], target: str) -> CompileReport:
         target: a key of ``TARGETS``.
 
     Returns:
-        The report. ``ok`` is False if a register was spilled to memory or there is more shared memory than the target,
-        or our own bound of 99 KiB, allows.
+        The report. ``ok`` is False if the compiler fails, if a register was spilled to memory, or if there is more
+        shared memory than the target, or our own bound of 99 KiB, allows.
 
     Raises:
         ValueError: Unknown target, or one that the configuration is not made for.
@@ -360,7 +360,15 @@ def compile_config(config: dict[str, Any], target: str) -> CompileReport:
     )
     options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], **config.get("options", {})}
     start = time.perf_counter()
-    compiled = triton.compile(source, target=GPUTarget(where.backend, where.arch, where.warp_size), options=options)
+    try:
+        compiled = triton.compile(
+            source, target=GPUTarget(where.backend, where.arch, where.warp_size), options=options
+        )
+    except Exception as error:  # of any kind: each pass and assembler raises its own
+        seconds = round(time.perf_counter() - start, 2)
+        message = str(error).strip().splitlines() or ["no message"]
+        problems = (f"does not compile: {type(error).__name__}: {message[0]}",)
+        return CompileReport(config["name"], target, 0, 0, 0, 0, {}, seconds, problems, triton.__version__, "", b"")
     seconds = time.perf_counter() - start
     if where.backend == "cuda":
         text, binary = compiled.asm["ptx"], compiled.asm["cubin"]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from hf_ext.kernel_lookup import kernel_folders
 
@@ -100,7 +100,7 @@ def compile(
         raise ValueError(f"{folder} has no such configuration for {', '.join(targets)}; --all compiles every one")
     log = RunLog(out, key=("name", "target")) if out else None
     console = Console()
-    table = Table("configuration", "target", "registers", "spilled bytes", "shared KiB", "seconds", "result")
+    table = Table(Column("configuration", overflow="fold"), "target", "registers", "spilled", "shared KiB", "result")
     failed = 0
     columns = (
         SpinnerColumn(),
@@ -119,7 +119,7 @@ def compile(
                 log.append(report.to_dict())
             result = "[green]ok[/green]" if report.ok else f"[red]{'; '.join(report.problems)}[/red]"
             numbers = (str(report.registers), str(report.spilled_bytes), f"{report.shared_bytes / 1024:.1f}")
-            table.add_row(config["name"], name, *numbers, f"{report.seconds:.1f}", result)
+            table.add_row(config["name"], name, *numbers, result)
             progress.advance(task)
     console.print(table)
     if out is not None:

@@ -77,10 +77,10 @@ def _w4a16() -> list[dict]:
 
 def _w4a4() -> list[dict]:
     found = []
-    for entry in configs.W4A4:
-        first = entry is next(e for e in configs.W4A4 if e.get("max_m") == entry.get("max_m"))
-        for x_macro, macro in [(64, 128), (128, 128), (0, 0), (64, 32), (0, 128), (64, 0)]:
-            tile = {**entry, "BLOCK_K": configs.w4a4_block_k(x_macro, macro)}
+    for x_macro, macro in [(64, 128), (128, 128), (0, 0), (64, 32), (0, 128), (64, 0)]:
+        tiles = configs.w4a4_entries(x_macro, macro)
+        for tile in tiles:
+            first = tile is next(other for other in tiles if other.get("max_m") == tile.get("max_m"))
             types = dict.fromkeys(
                 ("xq_ptr", "x_scale_ptr", "x_macro_ptr", "packed_ptr", "scale_ptr", "macro_ptr"), "u8"
             )

@@ -32,12 +32,16 @@ W4A16 = [
      "num_warps": 8, "num_stages": 2},
 ]  # fmt: skip
 
-# BLOCK_K of a W4A4 tile is the shorter macro block, at most 128.
+# BLOCK_K of a W4A4 tile is the shorter macro block, at most 128. Blackwell multiplies the codes as they are
+# (`kind::mxf4`) from 128 rows on, 64 values of K an instruction: the compiler fails on 32 there, and steps of 32 keep
+# to 64 rows.
 W4A4 = [
     {"max_m": 16, "BLOCK_M": 16, "BLOCK_N": 64, "GROUP_M": 1, "num_warps": 4, "num_stages": 3},
     {"max_m": 64, "BLOCK_M": 64, "BLOCK_N": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 2},
-    {"BLOCK_M": 128, "BLOCK_N": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP_M": 8, "num_warps": 8, "num_stages": 3, "targets": ("sm_90", "sm_100")},
+    {"steps": (32,), "BLOCK_M": 64, "BLOCK_N": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 2},
+    {"steps": (64, 128), "BLOCK_M": 128, "BLOCK_N": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
+    {"steps": (64, 128), "BLOCK_M": 128, "BLOCK_N": 128, "GROUP_M": 8, "num_warps": 8, "num_stages": 3,
+     "targets": ("sm_90", "sm_100")},
 ]  # fmt: skip
 
 _LAUNCH_KEYS = ("num_warps", "num_stages")
@@ -67,9 +71,14 @@ def w4a4_block_k(x_macro: int, macro: int) -> int:
 
 def w4a4_candidates(target: str, x_macro: int, macro: int, m: int) -> list[dict]:
     """Entries of W4A4 for a target, two macro-block sizes (0: none) and a number of rows; never empty."""
-    block_k = w4a4_block_k(x_macro, macro)
-    fitting = [{**entry, "BLOCK_K": block_k} for entry in W4A4 if target in entry.get("targets", ALL)]
+    fitting = [entry for entry in w4a4_entries(x_macro, macro) if target in entry.get("targets", ALL)]
     return _by_rows(fitting, m)
+
+
+def w4a4_entries(x_macro: int, macro: int) -> list[dict]:
+    """Entries of W4A4 that step along K as two macro-block sizes ask for, with BLOCK_K filled in."""
+    step = w4a4_block_k(x_macro, macro)
+    return [{**entry, "BLOCK_K": step} for entry in W4A4 if step in entry.get("steps", (step,))]
 
 
 def _by_rows(entries: list[dict], m: int) -> list[dict]:

@@ -1,0 +1,131 @@
+"""Every kernel folder as others see it: the `kernels` library, a process without hf_ext, the reference's callers."""
+
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernels import get_local_kernel
+
+from hf_ext.kernel_lookup import KERNELS, kernel_folder, kernel_folders, load_kernel
+from hf_ext.kernel_tools import check_kernel
+
+NAMES = sorted(KERNELS)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A copy of mxfp4_gemm that a test may spoil."""
+    folder = tmp_path / "mxfp4_gemm"
+    shutil.copytree(kernel_folder("mxfp4_gemm"), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def problems(folder: Path) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in check_kernel(folder) if not finding.ok}
+
+
+def test_the_bundled_folders_are_those_that_the_lookup_knows():
+    assert sorted(kernel_folders()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_folder_is_a_repository_that_stands_on_its_own(name):
+    findings = check_kernel(kernel_folder(name))
+    assert {finding.name for finding in findings} == {
+        "layout", "README.md", "metadata.json", "build.toml", "imports", "kernels library", "without hf_ext",
+    }  # fmt: skip
+    assert [finding for finding in findings if not finding.ok] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_and_reference_have_the_same_functions_with_the_same_signatures(name):
+    def signatures(module) -> dict[str, list[tuple]]:
+        public = {key: getattr(module, key) for key in module.__all__ if inspect.isfunction(getattr(module, key))}
+        return {
+            key: [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+            for key, function in public.items()
+        }
+
+    ours = signatures(get_local_kernel(kernel_folder(name)))
+    assert ours and ours == signatures(load_kernel(name, "reference"))
+
+
+def test_get_kernel_finds_the_folder_through_the_librarys_own_redirection(fresh_python, tmp_path):
+    code = (
+        "from kernels import get_kernel\nkernel = get_kernel('hf-ext/mxfp4_gemm', version=1, trust_remote_code=True)\n"
+        "import torch\npacked, scale, macro = kernel.quantize(torch.ones(1, 32))\n"
+        "print(packed[0, 0].item(), scale.item())"
+    )
+    environment = {"LOCAL_KERNELS": f"hf-ext/mxfp4_gemm={kernel_folder('mxfp4_gemm')}", "TRITON_INTERPRET": "1"}
+    # OAS with a macro block brings 1.0 to 6 (code 7, 0x77 in a pair) under 2**-3 and the factor 1.5.
+    assert fresh_python(code, env=environment, cwd=tmp_path).split() == ["119", "125"]
+
+
+def test_a_tensor_on_the_cpu_is_refused_without_the_interpreter():
+    kernel = get_local_kernel(kernel_folder("mxfp4_gemm"))
+    with pytest.raises(RuntimeError, match="^Triton kernels need an accelerator; use source='reference'$"):
+        kernel.quantize(torch.ones(1, 32))
+
+
+@pytest.mark.slow
+def test_the_librarys_own_runner_takes_the_benchmark_and_finds_its_results_right(tmp_path):
+    folder = kernel_folder("mxfp4_gemm")
+    command = [Path(sys.executable).parent / "kernels", "benchmark", folder, "--iterations", "1", "--warmup", "0"]
+    result = subprocess.run(
+        [*command, "--output", tmp_path / "out.json"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "out.json").read_text("utf-8"))["results"]
+    assert len(results) == 6 and all(row["verified"] for row in results), results
+
+
+# --- the check itself can fail ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named(copy):
+    (copy / "build.toml").unlink()
+    assert problems(copy) == {"layout": f"FileNotFoundError: {copy} lacks build.toml"}
+
+
+def test_a_foreign_import_is_named_with_its_line(copy):
+    file = copy / "build/torch-universal/layers.py"
+    file.write_text("import numpy\n" + file.read_text("utf-8"))
+    assert "layers.py, line 1 imports numpy" in problems(copy)["imports"]
+
+
+def test_an_import_of_hf_ext_fails_twice(copy):
+    file = copy / "build/torch-universal/__init__.py"
+    file.write_text("import hf_ext\n" + file.read_text("utf-8"))
+    found = problems(copy)
+    assert "imports hf_ext" in found["imports"] and "hf_ext is not available" in found["without hf_ext"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "check", "words"),
+    [
+        ("name", "mxfp4_gemm", "metadata.json", "lower-case letters, digits and dashes only"),
+        ("version", "1", "metadata.json", "version='1': expected a int"),
+        ("id", "4-gemm", "metadata.json", "must be an identifier"),
+        ("backend", {"type": "universal"}, "metadata.json", "universal"),
+        ("python-depends", ["triton"], "kernels library", "unsupported kernel dependency"),
+        ("version", 2, "build.toml", "version is 1 here and 2 in metadata.json"),
+    ],
+)
+def test_wrong_metadata_is_named(copy, key, value, check, words):
+    file = copy / "build/torch-universal/metadata.json"
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), key: value}))
+    assert words in problems(copy)[check]
+
+
+def test_a_card_without_its_header_is_named(copy):
+    (copy / "README.md").write_text("# no header\n")
+    assert "no YAML header" in problems(copy)["README.md"]
