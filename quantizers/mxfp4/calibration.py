@@ -27,12 +27,15 @@ def token_batches(
         windows: how many windows of joined text to take, evenly spaced; None takes two.
 
     Raises:
-        ValueError: for text without a tokenizer, rows without a known field, or nothing to read.
+        ValueError: for text without a tokenizer, rows without a known field, what is no text or ids, or nothing to
+            read.
     """
     if isinstance(calibration, torch.Tensor):
         calibration = [calibration]
     if isinstance(calibration, str):
         calibration = [calibration]
+    if not isinstance(calibration, Iterable):
+        raise ValueError(f"`calibration` must be text, rows or token ids, got {calibration!r}")
     joined: list[int] = []
     tensors = False
     for item in calibration:
@@ -41,6 +44,10 @@ def token_batches(
             if item is None:
                 raise ValueError("a row of `calibration` has neither 'input_ids' nor 'text'")
         if isinstance(item, torch.Tensor):
+            if item.is_floating_point() or item.dim() == 0:
+                raise ValueError(f"token ids of `calibration` must be integers, got {item.dtype} {tuple(item.shape)}")
+            if item.numel() == 0:
+                continue
             tensors = True
             yield from item.view(-1, item.shape[-1]).split(1)
             continue
@@ -48,12 +55,16 @@ def token_batches(
             if tokenizer is None:
                 raise ValueError("`calibration` holds text, so `tokenizer` is needed")
             item = tokenizer(item, add_special_tokens=False)["input_ids"]
+        if not isinstance(item, Iterable):
+            raise ValueError(f"`calibration` must hold text, rows or lists of token ids, got {item!r}")
         joined.extend(item)
     if not joined:
         if not tensors:
             raise ValueError("`calibration` is empty")
         return
     ids = torch.tensor(joined)
+    if ids.is_floating_point() or ids.dim() != 1:
+        raise ValueError(f"token ids of `calibration` must be integers, got {joined[0]!r}")
     windows = DEFAULT_WINDOWS if windows is None else windows
     count = min(windows, max(1, len(ids) // length))
     span = min(length, len(ids))
@@ -75,6 +86,9 @@ def collect_channel_stats(
     Returns:
         float32 ``[in_features]`` by module name; for fused experts by parameter name, averaged over the experts'
         tokens. Modules that no token reached are left out.
+
+    Raises:
+        ValueError: if a token is not in the model's vocabulary, as when the tokenizer is another model's.
     """
     from .quantizer import linear_shape
 
@@ -98,8 +112,14 @@ def collect_channel_stats(
     training = model.training
     model.eval()
     device = next(model.parameters()).device
+    embeddings = getattr(model.get_input_embeddings(), "num_embeddings", None)
     try:
         for batch in batches:
+            if embeddings is not None and not 0 <= int(batch.min()) <= int(batch.max()) < embeddings:
+                raise ValueError(
+                    f"`calibration` has the token {int(batch.max())}, and the model's vocabulary has {embeddings}; "
+                    "is the tokenizer that of the model?"
+                )
             model(input_ids=batch.to(device), use_cache=False)
     finally:
         for handle in handles:

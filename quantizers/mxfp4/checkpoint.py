@@ -170,7 +170,8 @@ def quantize_checkpoint(
     config = MXFP4Config() if config is None else config
     _check_arguments(config, format, calibration)
     shard_bytes = _shard_bytes(max_shard_size)
-    dst = Path(os.path.abspath(dst))
+    # A link is followed, so that the folder that it names is made or replaced, and not the link.
+    dst = Path(os.path.realpath(dst) if os.path.islink(dst) else os.path.abspath(dst))
     _check_destination(src, dst, overwrite)
 
     source = open_source(src, gguf_file=gguf_file, dtype=dtype)
@@ -265,7 +266,7 @@ def _shard_bytes(size: int | str) -> int:
 
     try:
         number = convert_file_size_to_int(size)
-    except ValueError:
+    except (ValueError, TypeError, AttributeError):  # what it raises for anything but an int or a string
         number = 0
     if number < 1:
         raise ValueError(f"`max_shard_size` must be a number of bytes or like '5GB', got {size!r}")
@@ -372,7 +373,7 @@ class _Workspace:
                     f"{self.folder} holds an unfinished run with another source, configuration, format or "
                     "calibration; finish that one, remove the folder, or pass overwrite (--overwrite)"
                 )
-            shutil.rmtree(self.folder)
+            _remove(self.folder)
 
     def _found(self) -> str | None:
         try:
@@ -431,7 +432,7 @@ class _Workspace:
 
     def finish(self) -> None:
         """Rename to ``DST``; an old ``DST`` goes aside first and is removed last."""
-        old = self.dst.with_name(self.dst.name + ".old")
+        old = self.dst.with_name(f".{self.dst.name}.{self.fingerprint}.old")  # a name that nobody else's folder has
         if self.dst.exists():
             if any(self.dst.iterdir()):
                 if old.exists():
@@ -454,6 +455,13 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _mib(size: int) -> str:

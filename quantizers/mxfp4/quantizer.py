@@ -182,15 +182,19 @@ class MXFP4HfQuantizer(HfQuantizer):
             dense_key = key.removesuffix("_packed")
             target = renaming(dense_key)[0]
             if target is None:
-                homeless.add(dense_key)
+                homeless |= {_tail(dense_key, 2), _tail(dense_key, 3)}
             elif packed or not self.pre_quantized:
                 found.add(target)
-        meant = {tuple(key.split(".")[-2:]) for key in homeless}
         absent = set()
         for name in names:
             weights = weights_of(model, [name])
-            if not weights & found and not any(tuple(weight.split(".")[-2:]) in meant for weight in weights):
+            if not weights & found and not {_tail(weight, 3) for weight in weights} & homeless:
                 absent.add(name)
+        if absent:
+            logger.warning(
+                f"{len(absent)} layer(s) that the checkpoint has no weight for stay dense: "
+                f"{', '.join(sorted(absent)[:5])}{', ...' if len(absent) > 5 else ''}"
+            )
         return absent
 
     def check_stats(self, model: "PreTrainedModel", names: list[str]) -> None:
@@ -266,6 +270,10 @@ class MXFP4HfQuantizer(HfQuantizer):
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _tail(name: str, parts: int) -> str:
+    return ".".join(name.split(".")[-parts:])
 
 
 def _conv1d_class() -> type:

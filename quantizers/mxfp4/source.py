@@ -20,8 +20,8 @@ __all__ = ["Source", "TensorInfo", "digest", "meta_model", "open_source", "quiet
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What travels with the weights: tokenizer, chat template, processors, generation settings, licence.
-_SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+# What travels with the weights: tokenizer, chat template, processors, generation settings, their code, licence.
+_SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _SIDE_NAMES = ("LICENSE", "NOTICE")
 _NOT_SIDE = ("config.json", "quantization_config.json", "adapter_config.json")
 _MAX_SIDE_BYTES = 2**28
@@ -199,6 +199,8 @@ def _read_config(folder: Path, src: Any) -> "PreTrainedConfig":
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is not a model's configuration: it holds a {type(raw).__name__}")
     quantised = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "unknown method")
@@ -215,7 +217,9 @@ def _model_class(config: "PreTrainedConfig", src: Any) -> type["PreTrainedModel"
 
     for name in config.architectures or []:
         cls = getattr(transformers, name, None)
-        if cls is not None:
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            if cls.config_class is not None and not isinstance(config, cls.config_class):
+                raise ValueError(f"{src}: {name} of its `architectures` is no model of a {type(config).__name__}")
             return cls
     if not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -236,6 +240,8 @@ def _weight_files(folder: Path, src: Any) -> tuple[list[str], dict | None, dict[
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         weight_map = dict(index["weight_map"])
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError("a file in `weight_map` is not a name")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / INDEX} is not an index of safetensors shards: {error}") from None
     files = sorted(set(weight_map.values()))

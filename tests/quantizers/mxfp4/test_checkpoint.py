@@ -192,6 +192,7 @@ def test_everything_but_the_weights_travels(tiny_llama_dir, tmp_path):
     (src / "chat_template.jinja").write_text("{{ messages }}")
     (src / "preprocessor_config.json").write_text("{}")
     (src / "README.md").write_text("---\nlicense: mit\n---\n# dense\n")
+    (src / "tokenization_mine.py").write_text("# code that tokenizer_config.json may name\n")
     (src / "notes.bin").write_bytes(b"0")
     quantize_checkpoint(src, tmp_path / "packed")
     names = {path.name for path in (tmp_path / "packed").iterdir()}
@@ -445,6 +446,30 @@ def test_empty_destination_is_used(tiny_llama_dir, tmp_path):
     load_clean(quantize_checkpoint(tiny_llama_dir, tmp_path / "packed").path)
 
 
+def test_a_folder_beside_the_destination_is_left_alone(tiny_llama_dir, tmp_path):
+    for name in ("packed", "packed.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    quantize_checkpoint(tiny_llama_dir, tmp_path / "packed", overwrite=True)
+    assert (tmp_path / "packed.old" / "mine.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packed", "packed.old"]
+
+
+def test_a_file_in_the_place_of_the_partial_folder_goes_with_overwrite(tiny_llama_dir, tmp_path):
+    (tmp_path / "packed.partial").write_text("")
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        quantize_checkpoint(tiny_llama_dir, tmp_path / "packed")
+    load_clean(quantize_checkpoint(tiny_llama_dir, tmp_path / "packed", overwrite=True).path)
+
+
+def test_a_link_as_destination_is_followed(tiny_llama_dir, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "packed").symlink_to(tmp_path / "disk")
+    quantize_checkpoint(tiny_llama_dir, tmp_path / "packed")
+    assert (tmp_path / "packed").is_symlink()
+    load_clean(tmp_path / "disk")
+
+
 @pytest.mark.parametrize("where", ["src", "."])
 def test_source_is_never_overwritten(where, tiny_llama_dir, tmp_path):
     src = copy(tiny_llama_dir, tmp_path / "src")
@@ -506,6 +531,20 @@ def test_weight_that_is_not_finite_is_named(value, tiny_llama_dir, tmp_path):
     fails(ValueError, r"model\.layers\.1\.mlp\.up_proj\.weight: .*NaN or infinite", src, tmp_path, started=True)
 
 
+def test_configuration_and_index_of_the_wrong_kind_are_refused(tiny_llama_dir, tmp_path):
+    src = copy(tiny_llama_dir, tmp_path / "src")
+    raw = json.loads((src / "config.json").read_text())
+    for architecture, match in (("logging", "has no class 'logging'"), ("BertForMaskedLM", "no model of a LlamaConf")):
+        (src / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+        fails(ValueError, match, src, tmp_path)
+    (src / "config.json").write_text("[]")
+    fails(ValueError, "is not a model's configuration: it holds a list", src, tmp_path)
+    (src / "config.json").write_text(json.dumps(raw))
+    (src / "model.safetensors").unlink()
+    (src / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 3}}')
+    fails(ValueError, "is not an index of safetensors shards", src, tmp_path)
+
+
 def test_missing_and_misshapen_weights_are_named(tiny_llama_dir, tmp_path):
     src, name = copy(tiny_llama_dir, tmp_path / "src"), "model.layers.1.mlp.up_proj.weight"
     state = tensors(src)
@@ -549,6 +588,7 @@ def test_full_disk_is_told_before_and_during_work(tiny_llama_dir, tmp_path, monk
         ({"skip": ["*q_proj"]}, "`skip`: .*is not a regular expression"),
         ({"max_shard_size": "large"}, "`max_shard_size`.*large"),
         ({"max_shard_size": 0}, "`max_shard_size`"),
+        ({"max_shard_size": 1e6}, "`max_shard_size`.*1000000.0"),
         ({"dtype": "int8"}, "`dtype` must be a float dtype.*int8"),
         ({"config": MXFP4Config(weight_search="weighted")}, "needs the inputs' statistics"),
         ({"config": MXFP4Config(weight_search="static"), "calibration": TEXT}, "`calibration` is only used by"),

@@ -20,6 +20,7 @@ from hf_ext import MXFP4Config, MXFP4Linear, quantize_model
 from hf_ext.quantizers.mxfp4 import collect_channel_stats, numerics
 
 CLEAN = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+W = "model.safetensors"
 IDS = torch.randint(1, 256, (3, 21), generator=torch.Generator().manual_seed(0))
 
 
@@ -264,6 +265,38 @@ def test_a_head_that_the_checkpoint_lacks_is_initialised_dense_and_can_be_traine
         assert info == CLEAN and torch.equal(logits(loaded), logits(model))
 
 
+def test_a_pooler_that_the_checkpoint_lacks_stays_dense_by_name(tmp_path, caplog):
+    from transformers import BertConfig, BertForMaskedLM, BertModel
+
+    config = BertConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
+    BertForMaskedLM(config).save_pretrained(tmp_path / "dense")
+    arguments = {"quantization_config": MXFP4Config()}
+    BertForMaskedLM.from_pretrained(tmp_path / "dense", **arguments).save_pretrained(tmp_path / "packed")
+    for folder, kwargs in (("dense", arguments), ("packed", {})):
+        caplog.clear()
+        model, info = BertModel.from_pretrained(tmp_path / folder, output_loading_info=True, **kwargs)
+        assert info["missing_keys"] == {"pooler.dense.weight", "pooler.dense.bias"}
+        assert type(model.pooler.dense) is nn.Linear and model.pooler.dense.weight.std() > 0
+        assert isinstance(model.encoder.layer[0].output.dense, MXFP4Linear)
+        assert "1 layer(s) that the checkpoint has no weight for stay dense: pooler.dense" in caplog.text
+
+
+def test_a_key_mapping_of_the_caller_is_followed(tiny_llama_dir, tmp_path):
+    state = {name.replace("model.layers", "b.blocks"): t for name, t in load_file(tiny_llama_dir / W).items()}
+    save_file(state, tmp_path / W, metadata={"format": "pt"})
+    shutil.copy(tiny_llama_dir / "config.json", tmp_path)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        quantization_config=MXFP4Config(),
+        key_mapping={"b.blocks": "model.layers"},
+        output_loading_info=True,
+    )
+    direct = AutoModelForCausalLM.from_pretrained(tiny_llama_dir, quantization_config=MXFP4Config())
+    assert info == CLEAN and torch.equal(logits(model), logits(direct))
+
+
 def test_inputs_that_are_no_multiple_of_the_block_stay_dense_with_one_warning(tmp_path, caplog):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -372,6 +405,23 @@ def test_statistics_from_a_file_equal_a_calibration(tiny_llama_dir, tmp_path):
     config = MXFP4Config(channel_stats=str(tmp_path / "stats.safetensors"))
     loaded = AutoModelForCausalLM.from_pretrained(tiny_llama_dir, quantization_config=config)
     assert torch.equal(logits(loaded), logits(quantize_model(dense, calibration=IDS)))
+
+
+@pytest.mark.parametrize(
+    "calibration, message",
+    [
+        (torch.tensor([[1, 999]]), "has the token 999, and the model's vocabulary has 256"),
+        (torch.rand(2, 3), "token ids of `calibration` must be integers, got torch.float32"),
+        ([[0.5, 1.5]], "token ids of `calibration` must be integers"),
+        (torch.zeros(0, dtype=torch.long), "`calibration` is empty"),
+        (5, "`calibration` must be text, rows or token ids, got 5"),
+        ([5], "`calibration` must hold text, rows or lists of token ids, got 5"),
+    ],
+)
+def test_calibration_that_is_no_text_or_ids_is_refused(calibration, message, tiny_llama_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    with pytest.raises(ValueError, match=message):
+        quantize_model(model, calibration=calibration)
 
 
 def test_text_calibration_needs_a_tokenizer_and_takes_rows(tiny_llama_dir):
