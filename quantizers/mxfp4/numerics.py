@@ -493,7 +493,7 @@ def _apply_scales(grid, scales, macro, block_size, macro_block_size, dtype, satu
     scale = block_scales(scales, macro, block_size, macro_block_size)
     values = (grid.reshape(*scale.shape, block_size) * scale.unsqueeze(-1)).flatten(-2)
     if saturate:  # 4 * 2**126 / f can pass the float32 maximum where the value it stands for did not
-        limit = torch.finfo(dtype).max
+        limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         values = values.clamp_(-limit, limit)
     return values.to(dtype)
 

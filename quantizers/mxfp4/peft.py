@@ -14,24 +14,25 @@ from torch import nn
 from hf_ext.extras import require
 
 from .linear import MXFP4Linear
+from .loading import is_transposed
 
 require("peft", extra="adapters")
 
-from peft import LoraConfig, PeftConfig, PeftModel  # noqa: E402 - after the check that names the extra
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType  # noqa: E402 - after the check that names the extra
 from peft.tuners.lora import Linear as LoraLinear  # noqa: E402
 from peft.tuners.tuners_utils import check_adapters_to_merge  # noqa: E402
 
 __all__ = ["LoraMXFP4Linear", "load_adapter", "prepare_lora_config"]
 
-# Initialisations that rewrite the base weight, which packed bytes would round at once.
-_DENSE_ONLY_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initialisations that rewrite the base weight, which packed bytes would round at once, or that peft reads it for.
+_DENSE_ONLY_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica", "orthogonal")
 
 
 class LoraMXFP4Linear(LoraLinear):
     """peft's LoRA layer over an `MXFP4Linear`: the same forward pass, a merge that packs again.
 
-    Variants that read the dense weight on each step (DoRA and others) and initialisations that rewrite it (PiSSA,
-    OLoRA, CorDA, LoftQ, LoRA-GA) are refused.
+    Variants that read the dense weight on each step (DoRA and others) and initialisations that read or rewrite it
+    (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA, orthogonal) are refused.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -51,13 +52,13 @@ class LoraMXFP4Linear(LoraLinear):
         """As peft's, after refusing what needs a dense base weight.
 
         Raises:
-            ValueError: for an initialisation that rewrites the base weight.
+            ValueError: for an initialisation that reads or rewrites the base weight.
         """
         init = config.init_lora_weights
         if isinstance(init, str) and init.lower().startswith(_DENSE_ONLY_INITS):
             raise ValueError(
-                f"`init_lora_weights={init!r}` rewrites the base weight, which is packed in MXFP4; use True, "
-                "'gaussian' or 'orthogonal', or apply it to the dense model before quantising"
+                f"`init_lora_weights={init!r}` reads or rewrites the base weight, which is packed in MXFP4; use True "
+                "or 'gaussian', or apply it to the dense model before quantising"
             )
         # Packed rows are outputs whatever the dense layer was (GPT-2's Conv1D stores the transpose).
         self.fan_in_fan_out = False
@@ -67,7 +68,8 @@ class LoraMXFP4Linear(LoraLinear):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapters to the weight and pack the sum again, which rounds it: outputs change a little.
 
-        The bytes from before the first merge are kept until `unmerge`, so that it restores them exactly.
+        The bytes from before the first merge are kept until `unmerge`, so that it restores them exactly. After
+        `model.dequantize()` the base is dense, and the merge is peft's.
 
         Args:
             safe_merge: check the sum for NaNs and infinities (packing does so in any case).
@@ -80,6 +82,10 @@ class LoraMXFP4Linear(LoraLinear):
         if not adapter_names:
             return
         base = self.get_base_layer()
+        if not isinstance(base, MXFP4Linear):
+            self.fan_in_fan_out = is_transposed(base)
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return
         weight = base.dequantize(torch.float32)
         bias = None if base.bias is None else base.bias.detach().clone()
         for name in adapter_names:
@@ -104,9 +110,21 @@ class LoraMXFP4Linear(LoraLinear):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Restore the bytes from before the merge."""
+        """Restore the bytes from before the merge.
+
+        Raises:
+            RuntimeError: if the base was dequantised after the merge, so that it has no bytes to restore.
+        """
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        if not isinstance(self.get_base_layer(), MXFP4Linear):
+            if self._unmerged is not None:
+                raise RuntimeError(
+                    "the base was dequantised while adapters were merged into it, so they cannot be unmerged; unmerge "
+                    "before model.dequantize()"
+                )
+            super().unmerge()
             return
         self.get_base_layer().load_packed_state(self._unmerged)
         self._unmerged = None
@@ -125,10 +143,17 @@ def prepare_lora_config(config: LoraConfig, model: nn.Module | None = None) -> L
         The same config.
 
     Raises:
-        ValueError: for "all-linear" without a model, or a config that asks for DoRA.
+        ValueError: for "all-linear" without a model, a config that asks for DoRA or a method that extends LoRA, or
+            `modules_to_save` that would train a packed layer.
     """
-    if not isinstance(config, LoraConfig):
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(f"`config` must be a peft.LoraConfig, got {type(config).__name__}")
+    for name, module in [] if model is None else model.named_modules():
+        if isinstance(module, MXFP4Linear) and any(_matches(name, entry) for entry in config.modules_to_save or ()):
+            raise ValueError(
+                f"`modules_to_save` trains whole modules, and {name} is packed in MXFP4; name it in `target_modules`, "
+                "or quantise with it in `modules_to_not_convert`"
+            )
     if config.use_dora:
         raise ValueError("`use_dora=True` needs a dense base weight on each step; MXFP4 layers do not support it")
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
@@ -141,6 +166,11 @@ def prepare_lora_config(config: LoraConfig, model: nn.Module | None = None) -> L
         }
     config._register_custom_module({MXFP4Linear: LoraMXFP4Linear})
     return config
+
+
+def _matches(name: str, entry: str) -> bool:
+    """Whether a module is, or is inside, one that ends with ``entry``, which is how peft reads `modules_to_save`."""
+    return f".{entry}." in f".{name}."
 
 
 def _is_dense(model: nn.Module, module: nn.Module) -> bool:

@@ -169,7 +169,7 @@ def test_quantising_again_changes_nothing_without_macro_blocks():
 
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("macro_block_size", [None, 32, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_three_ways_back_agree_on_ragged_and_strided_input(block_size, macro_block_size, dtype):
     x = torch.randn(3, 5, 2 * 608).to(dtype)[..., ::2]
     layout = {"block_size": block_size, "macro_block_size": macro_block_size}

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_ext import MXFP4Config, load_adapter, prepare_lora_config
@@ -162,8 +162,39 @@ def test_what_needs_a_dense_weight_is_refused(tiny_llama_dir):
         prepare_lora_config(lora(use_dora=True))
     with pytest.raises(ValueError, match="init_lora_weights='olora'.*rewrites the base weight"):
         get_peft_model(packed_model(tiny_llama_dir), prepare_lora_config(lora(init_lora_weights="olora")))
+    with pytest.raises(ValueError, match="init_lora_weights='orthogonal'.*use True or 'gaussian'"):
+        get_peft_model(packed_model(tiny_llama_dir), prepare_lora_config(lora(init_lora_weights="orthogonal")))
     with pytest.raises(ValueError, match="must be a peft.LoraConfig"):
         prepare_lora_config({"r": 4})
+    with pytest.raises(ValueError, match="must be a peft.LoraConfig, got AdaLoraConfig"):
+        prepare_lora_config(AdaLoraConfig(target_modules=["q_proj"], total_step=10))
+    for name in ("up_proj", "mlp"):
+        with pytest.raises(ValueError, match="`modules_to_save`.*layers.0.mlp.* is packed in MXFP4"):
+            prepare_lora_config(lora(modules_to_save=[name]), packed_model(tiny_llama_dir))
+    prepare_lora_config(lora(modules_to_save=["lm_head"]), packed_model(tiny_llama_dir))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_merging_after_dequantising_is_exact(family, tiny_llama_dir, tiny_gpt2_dir):
+    folder, targets = (tiny_llama_dir, TARGETS) if family == "llama" else (tiny_gpt2_dir, ["c_attn", "c_proj"])
+    adapted = get_peft_model(packed_model(folder), prepare_lora_config(lora(target_modules=list(targets))))
+    unmerged = adapted(IDS).logits
+    adapted.get_base_model().dequantize()
+    adapted.merge_adapter()
+    torch.testing.assert_close(adapted(IDS).logits, unmerged)
+    adapted.unmerge_adapter()
+    torch.testing.assert_close(adapted(IDS).logits, unmerged)
+    merged = adapted.merge_and_unload()
+    assert not any(isinstance(module, LoraMXFP4Linear) for module in merged.modules())
+    torch.testing.assert_close(merged(IDS).logits, unmerged)
+
+
+@pytest.mark.filterwarnings("ignore:merging LoRA")
+def test_a_merge_before_dequantising_cannot_be_undone_and_says_so(adapted):
+    adapted.merge_adapter()
+    adapted.get_base_model().dequantize()
+    with pytest.raises(RuntimeError, match="dequantised while adapters were merged.*unmerge before"):
+        adapted.unmerge_adapter()
 
 
 def test_a_broken_adapter_is_not_merged(adapted):
