@@ -16,6 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+try:
+    import fcntl
+except ImportError:  # Windows, where two runs are told apart by nothing
+    fcntl = None
+
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -161,6 +166,7 @@ def quantize_checkpoint(
 
     Raises:
         FileExistsError: ``dst`` is not empty, or ``DST.partial`` is of a run with other arguments.
+        RuntimeError: another process is writing ``DST.partial``.
         FileNotFoundError: ``src`` does not exist.
         ValueError: ``src`` is not a dense transformers checkpoint, a weight is not finite (it is named), or the
             configuration does not fit the model or the format.
@@ -367,13 +373,35 @@ class _Workspace:
         self.folder = dst.with_name(dst.name + ".partial")
         self.private = self.folder / ".quantize"
         self.fingerprint = fingerprint
-        if self.folder.exists() and self._found() != fingerprint:
+        self.overwrite = overwrite
+        if not self.folder.exists():
+            return
+        with self._alone():
+            if self._found() == fingerprint:
+                return
             if not overwrite:
                 raise FileExistsError(
                     f"{self.folder} holds an unfinished run with another source, configuration, format or "
                     "calibration; finish that one, remove the folder, or pass overwrite (--overwrite)"
                 )
             _remove(self.folder)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the folder against other processes, whose shards would get among ours; freed when a process dies."""
+        descriptor = os.open(self.folder, os.O_RDONLY) if fcntl is not None else None
+        try:
+            if descriptor is not None:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        message = f"{self.folder} is being written by another process; wait, or choose another folder"
+                        raise RuntimeError(message) from None
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _found(self) -> str | None:
         try:
@@ -400,8 +428,9 @@ class _Workspace:
         """Make the folder, and say clearly when the disk is full."""
         try:
             self.private.mkdir(parents=True, exist_ok=True)
-            write_json(self.private / "state.json", {"fingerprint": self.fingerprint})
-            yield
+            with self._alone():
+                write_json(self.private / "state.json", {"fingerprint": self.fingerprint})
+                yield
         except (OSError, SafetensorError) as error:
             if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
                 raise
@@ -435,6 +464,10 @@ class _Workspace:
         old = self.dst.with_name(f".{self.dst.name}.{self.fingerprint}.old")  # a name that nobody else's folder has
         if self.dst.exists():
             if any(self.dst.iterdir()):
+                if not self.overwrite:
+                    raise FileExistsError(
+                        f"{self.dst} was filled in the meantime; the finished checkpoint is in {self.folder}"
+                    )
                 if old.exists():
                     shutil.rmtree(old)
                 self.dst.rename(old)

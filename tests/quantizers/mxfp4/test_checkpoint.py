@@ -406,6 +406,39 @@ def test_unfinished_run_with_other_arguments_is_refused_until_overwrite(tiny_lla
     assert report.resumed == 0 and report.config.scale_rule == "ceil"
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_second_run_at_the_same_time_is_refused_and_harms_nothing(overwrite, tiny_llama_dir, tmp_path):
+    dst = tmp_path / "packed"
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(tiny_llama_dir), str(dst)])
+    try:
+        while not (dst.with_name("packed.partial") / ".quantize" / "state.json").is_file():
+            assert process.poll() is None
+            time.sleep(0.02)
+        with pytest.raises(RuntimeError, match="packed.partial is being written by another process"):
+            quantize_checkpoint(
+                tiny_llama_dir, dst, MXFP4Config(block_size=16), max_shard_size="40KB", overwrite=overwrite
+            )
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    assert load_clean(dst).config.quantization_config.block_size == 32
+    assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
+def test_destination_that_fills_while_the_run_lasts_is_kept(tiny_llama_dir, tmp_path):
+    dst = tmp_path / "packed"
+
+    def fill(*_):
+        dst.mkdir(exist_ok=True)
+        (dst / "mine.txt").write_text("mine")
+
+    with pytest.raises(
+        FileExistsError, match="filled in the meantime; the finished checkpoint is in .*packed.partial"
+    ):
+        quantize_checkpoint(tiny_llama_dir, dst, progress=fill)
+    assert [path.name for path in dst.iterdir()] == ["mine.txt"]
+
+
 def test_resumed_run_does_not_calibrate_again(tiny_llama_dir, tmp_path, monkeypatch):
     dst = tmp_path / "packed"
     arguments = {"max_shard_size": "40KB", "calibration": TEXT}
