@@ -6,6 +6,7 @@ export changes the configuration and nothing else.
 
 import json
 import os
+import re
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -17,7 +18,9 @@ from hf_ext.runlog import write_json, write_text
 
 from .card import model_card
 from .configuration import QUANT_METHOD, MXFP4Config
+from .experts import is_fused_experts
 from .linear import MXFP4Linear
+from .plan import Renaming
 from .quantizer import linear_shape
 
 if TYPE_CHECKING:
@@ -41,14 +44,14 @@ def export_compressed_tensors(
         The path of ``dst``.
 
     Raises:
-        ValueError: the layout cannot hold it (macro blocks, blocks of 16, fused experts, GPT-2's Conv1D), or it is not
-            a model that this package quantised.
+        ValueError: the layout cannot hold it (macro blocks, blocks of 16, fused experts, GPT-2's Conv1D), its readers
+            cannot load it (dense experts that they stack), or it is not a model that this package quantised.
         FileExistsError: ``dst`` is not empty.
         FileNotFoundError: the folder does not exist.
     """
     from transformers import PreTrainedModel
 
-    dst = Path(os.path.abspath(dst))
+    dst = Path(os.path.realpath(dst) if os.path.islink(dst) else os.path.abspath(dst))
     if dst.exists() and (dst.is_file() or any(dst.iterdir())):
         raise FileExistsError(f"{dst} is not empty; choose another folder")
     partial = dst.with_name(dst.name + ".partial")
@@ -111,6 +114,31 @@ def check_exportable(model: nn.Module | None, names: list[str], config: MXFP4Con
             f"{name} is {kind}, and compressed-tensors holds nn.Linear only; add it to modules_to_not_convert "
             "(--skip), or keep the mxfp4 format"
         )
+    if model is not None:
+        _check_dense_experts(model, names)
+
+
+def _check_dense_experts(model: nn.Module, names: list[str]) -> None:
+    """Raise for dense experts that transformers' reader of the layout expects to find packed, one by one.
+
+    It makes its conversions that stack experts look for packed tensors, and takes Llama 4's fused experts apart; dense
+    ones then fail to load, or are random.
+    """
+    stacked = [
+        target
+        for converter in Renaming(model).converters
+        if any(source.endswith(".weight") for source in converter.source_patterns)
+        for target in converter.target_patterns
+    ]
+    for name, module in model.named_modules():
+        if name in names or not is_fused_experts(module):
+            continue
+        keys = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        if type(module).__name__ == "Llama4TextExperts" or any(re.search(t, key) for t in stacked for key in keys):
+            raise ValueError(
+                f"{name} holds dense experts, which transformers cannot load from a compressed-tensors checkpoint of "
+                f"{type(model).__name__}; keep the mxfp4 format"
+            )
 
 
 def compressed_tensors_config(config: MXFP4Config, dense: list[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig
 
 from hf_ext import MXFP4Config, export_compressed_tensors, quantize_model
 from hf_ext.quantizers.mxfp4 import numerics
@@ -153,14 +153,26 @@ def test_conv1d_and_fused_experts_are_refused_by_name(tiny_gpt2_dir, tmp_path):
         num_key_value_heads=2, num_local_experts=2,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
-    for skip, refused in ([], True), (["model.layers.0.mlp.experts"], False):
-        folder = tmp_path / f"moe-{refused}"
-        arguments = {"format": "compressed-tensors", "skip": skip}
-        if refused:
-            with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts is fused experts"):
-                quantize_checkpoint(tmp_path / "moe", folder, MXFP4Config.vllm(), **arguments)
-        else:
-            quantize_checkpoint(tmp_path / "moe", folder, MXFP4Config.vllm(), **arguments)
+    for skip, match in ([], "is fused experts"), (["model.layers.0.mlp.experts"], "holds dense experts.*mxfp4 format"):
+        with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts {match}"):
+            quantize_checkpoint(
+                tmp_path / "moe", tmp_path / "out", MXFP4Config.vllm(), format="compressed-tensors", skip=skip
+            )
+
+
+def test_dense_experts_that_are_stored_as_they_are_held_are_read_without_hf_ext(tmp_path, read_by_stock):
+    torch.manual_seed(0)
+    config = GraniteMoeConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
+    skipped = MXFP4Config.vllm(modules_to_not_convert=["experts", "lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=skipped)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    export_compressed_tensors(model, tmp_path / "link")
+    assert torch.equal(read_by_stock(tmp_path / "disk")["logits"], logits(model))
 
 
 def test_what_is_not_ours_or_in_the_way_is_refused(tiny_llama_dir, tmp_path):
