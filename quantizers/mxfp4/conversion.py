@@ -7,7 +7,7 @@ from torch import nn
 from .calibration import collect_channel_stats, token_batches
 from .configuration import MXFP4Config
 from .experts import fused_names, make_packed_experts, set_packed_expert_tensors
-from .linear import MXFP4Linear
+from .linear import MXFP4Linear, check_weight
 from .quantizer import MXFP4HfQuantizer, linear_shape, load_channel_stats
 
 if TYPE_CHECKING:
@@ -35,9 +35,15 @@ def quantize_model(
         The same model; `save_pretrained`, `generate`, `dequantize` and adapters work as after `from_pretrained`.
 
     Raises:
-        ValueError: if the model is quantised already, nothing in it can be converted, a weight is not finite (its name
-            is given), or the calibration does not fit the configuration.
+        ValueError: if the model is quantised already, nothing in it can be converted, a weight is not finite or not in
+            memory (its name is given), or the calibration does not fit the configuration. The model is then as it was.
     """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"`model` must be a PreTrainedModel of transformers, got {type(model).__name__}")
+    if config is not None and not isinstance(config, MXFP4Config):
+        raise ValueError(f"`config` must be an MXFP4Config or None, got {type(config).__name__}")
     config = MXFP4Config() if config is None else config
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("`model` is quantised already; load it dense, or call model.dequantize() first")
@@ -51,6 +57,7 @@ def quantize_model(
         )
     quantizer = MXFP4HfQuantizer(config, pre_quantized=False)
     names = quantizer.plan(model)
+    _check_weights(model, names)  # before anything is replaced, so that an error leaves the model as it was
     if calibration is not None:
         batches = token_batches(calibration, tokenizer)
         quantizer.channel_stats = collect_channel_stats(model, batches, modules=names)
@@ -64,6 +71,16 @@ def quantize_model(
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     return model
+
+
+def _check_weights(model: nn.Module, names: list[str]) -> None:
+    for name in names:
+        module = model.get_submodule(name)
+        for key in ("weight",) if linear_shape(module) is not None else fused_names(module):
+            try:
+                check_weight(getattr(module, key))
+            except ValueError as error:
+                raise ValueError(f"{name}.{key}: {error}") from None
 
 
 def _quantize_module(model: nn.Module, name: str, quantizer: MXFP4HfQuantizer) -> None:

@@ -54,6 +54,9 @@ class PackedExperts:
     layout: PackedLayout
     packed_names: tuple[str, ...]
 
+    def __reduce__(self):
+        return _new_packed, (self.dense_class,), self.__dict__  # pickle cannot find a class that was made at run time
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -121,6 +124,11 @@ def _packed_class(base: type) -> type:
     if base not in _classes:
         _classes[base] = type(f"MXFP4{base.__name__}", (PackedExperts, base), {"dense_class": base})
     return _classes[base]
+
+
+def _new_packed(base: type) -> nn.Module:
+    cls = _packed_class(base)
+    return cls.__new__(cls)
 
 
 def make_packed_experts(module: nn.Module, config: MXFP4Config) -> None:

@@ -290,6 +290,16 @@ def remove_dense_stub(module: nn.Module, name: str) -> None:
     module.__dict__.pop(name, None)
 
 
+def check_weight(weight: torch.Tensor) -> None:
+    """Raise ValueError unless a dense weight can be packed: it is there, and its values are finite in float32."""
+    if weight.is_meta:
+        raise ValueError("the weight is on the meta device: it is offloaded, or was never loaded")
+    if weight.dtype == torch.float64:
+        weight = weight.to(torch.float32)
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("the weight has NaN or infinite values, which MXFP4 cannot hold")
+
+
 @torch.no_grad()
 def pack_weight(
     weight: torch.Tensor, config: MXFP4Config, channel_weights: torch.Tensor | None = None
@@ -302,10 +312,9 @@ def pack_weight(
         channel_weights: mean squares of the K inputs, for the weighted search.
 
     Raises:
-        ValueError: if the weight has NaNs or infinities.
+        ValueError: if the weight has NaNs or infinities, in float32 too, or is on the meta device.
     """
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError("the weight has NaN or infinite values, which MXFP4 cannot hold")
+    check_weight(weight)
     search = config.resolve_search(channel_weights is not None)
     codes, scale, macro = numerics.quantize(
         weight,

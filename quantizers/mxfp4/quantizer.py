@@ -319,7 +319,9 @@ def convertible_layers(model: nn.Module, config: MXFP4Config, skip: list[str]) -
             left[name] = f"the same module is also {places[module][1]}"
             continue
         if shape is not None:
-            if shape[1] % config.block_size:
+            if shape[1] == 0:
+                left[name] = "it has no inputs"
+            elif shape[1] % config.block_size:
                 left[name] = f"{shape[1]} inputs are not a multiple of block_size={config.block_size}"
             else:
                 names.append(name)

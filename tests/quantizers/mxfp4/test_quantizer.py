@@ -1,6 +1,8 @@
 """MXFP4 inside `from_pretrained` and `save_pretrained`; oracles are dense models with rounded weights."""
 
+import copy
 import json
+import pickle
 import shutil
 
 import pytest
@@ -450,6 +452,40 @@ def test_a_nan_weight_is_named(tiny_llama_dir, tmp_path):
     broken.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="^model.layers.1.mlp.up_proj.weight: the weight has NaN"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MXFP4Config())
+
+
+def test_a_refused_model_is_left_as_it_was(tiny_llama_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    expected = logits(model)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.double()
+    weight.data[0, 0] = 1e300  # finite in float64, in which nothing is computed
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight: the weight has NaN or infinite"):
+        quantize_model(model)
+    assert not any(isinstance(module, MXFP4Linear) for module in model.modules())
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.model.layers[1].mlp.up_proj.to("meta")
+    with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight: the weight is on the meta device"):
+        quantize_model(model)
+    model.model.layers[1].mlp.up_proj = (
+        AutoModelForCausalLM.from_pretrained(tiny_llama_dir).model.layers[1].mlp.up_proj
+    )
+    assert torch.equal(logits(model), expected)
+
+
+def test_what_is_no_model_or_configuration_is_refused(tiny_llama_dir):
+    with pytest.raises(ValueError, match="must be a PreTrainedModel of transformers, got Linear"):
+        quantize_model(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="`config` must be an MXFP4Config or None, got dict"):
+        quantize_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), {"block_size": 32})
+
+
+@pytest.mark.parametrize("folder", ["tiny_llama_dir", "mixtral_dir"])
+def test_a_quantised_model_is_pickled_and_copied_whole(folder, request):
+    model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(folder), quantization_config=MXFP4Config())
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(logits(twin), logits(model))
+        assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
 
 
 @pytest.fixture
