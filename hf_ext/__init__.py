@@ -27,6 +27,8 @@ _EXPORTS = {
     "hf_ext.publishing": ["publish_kernel", "publish_model"],
     "hf_ext.registry": ["list_methods"],
 }
+# Optional library -> names above that need it. Where it is missing, `from hf_ext import *` goes without them.
+_NEEDS = {"peft": ["load_adapter", "prepare_lora_config"]}
 _WINGS = [
     "adapters",
     "benchmarks",
@@ -39,7 +41,7 @@ _WINGS = [
     "trainers",
 ]
 
-__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=_WINGS)
+__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=_WINGS, needs=_NEEDS)
 
 _registration.install()
 

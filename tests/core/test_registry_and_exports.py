@@ -79,6 +79,51 @@ def test_star_import_gives_the_table():
     assert {name for _, name in EXPORTED} == set(namespace) - {"__builtins__"}
 
 
+def test_star_import_goes_without_the_names_whose_library_is_missing(tmp_path, monkeypatch):
+    package = tmp_path / "needy_pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from hf_ext._lazy import attach\n"
+        "exports = {'needy_pkg.plain': ['a'], 'needy_pkg.needy': ['b'], 'needy_pkg.met': ['c']}\n"
+        "needs = {'no_such_library': ['b'], 'json': ['c']}\n"
+        "__getattr__, __dir__, __all__ = attach(__name__, exports, needs=needs)\n"
+    )
+    (package / "plain.py").write_text("a = 1\n")
+    (package / "needy.py").write_text("import no_such_library\nb = 2\n")
+    (package / "met.py").write_text("import json\nc = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace: dict = {}
+    exec("from needy_pkg import *", namespace)
+    assert (namespace["a"], namespace["c"]) == (1, 3) and "b" not in namespace
+    import needy_pkg
+
+    assert "b" in dir(needy_pkg)
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        needy_pkg.b  # noqa: B018
+
+
+def test_star_import_of_hf_ext_works_without_any_extra(fresh_python):
+    libraries = {*hf_ext._NEEDS, "trl", "datasets", "evaluate", "kernels", "triton", "gguf", "matplotlib"}
+    assert {name for names in hf_ext._NEEDS.values() for name in names} <= {name for _, name in EXPORTED}
+    fresh_python(
+        "import importlib.abc, importlib.util, sys\n"
+        f"missing = {sorted(libraries)!r}\n"
+        "class Missing(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in missing:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in missing else find(name, *rest)\n"
+        "from hf_ext import *\n"
+        "assert MXFP4Config and 'load_adapter' not in globals()\n"
+        "import hf_ext\n"
+        "try: hf_ext.load_adapter\n"
+        "except ImportError as error: assert \"pip install 'hf-ext[adapters]'\" in str(error), error\n"
+        "else: raise AssertionError('no ImportError')\n"
+    )
+
+
 def test_the_block_for_type_checkers_equals_the_table():
     tree = ast.parse((ROOT / "hf_ext" / "__init__.py").read_text())
     block = next(
