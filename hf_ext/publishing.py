@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # builds will go.
 BACKENDS = ("cuda", "rocm", "xpu", "cpu")
 _UNIVERSAL = "build/torch-universal"
+_CARD_HINTS = {"base_model": " (add `base_model: OWNER/NAME`, or quantise with --base-model OWNER/NAME)"}
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -244,12 +245,16 @@ def _packing_problems(tensors: set[str], quantization: Mapping[str, Any] | None)
 def _card_problems(folder: Path, required: set[str]) -> list[str]:
     card = folder / "README.md"
     if not card.is_file():
-        return ["it has no README.md (the card)"]
+        return ["it has no README.md (the card; `hf-ext quantize` writes one)"]
     data = _card(card)
     if data is None:
         return ["README.md does not begin with YAML metadata between two lines of ---"]
     fields = data.data.to_dict()
-    problems = [f"README.md lacks {name} in its metadata" for name in sorted(required) if not fields.get(name)]
+    problems = [
+        f"README.md lacks {name} in its metadata{_CARD_HINTS.get(name, '')}"
+        for name in sorted(required)
+        if not fields.get(name)
+    ]
     bases = fields.get("base_model") or []
     for base in [bases] if isinstance(bases, str) else bases:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(base)):
@@ -293,7 +298,7 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
 def _existing(folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder")
+        raise FileNotFoundError(f"{folder} is not a folder; name a model or kernel folder")
     return folder
 
 

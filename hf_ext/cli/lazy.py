@@ -24,6 +24,8 @@ def lazy_app(
     class LazyGroup(TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
             # The listing uses `get_command`, which finds the stubs; only a call comes through here.
+            if args and args[0] not in table and not ctx.resilient_parsing:
+                ctx.fail(f"No such command {args[0]!r}; there are {', '.join(table)}.")
             name, command, rest = super().resolve_command(ctx, args)
             return name, load_command(name, table[name][0]) if name in table else command, rest
 

@@ -24,6 +24,7 @@ def publish_command(
     - `hf-ext publish mxfp4_gemm --dry-run`
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from hf_ext.kernel_lookup import kernel_folders
@@ -32,15 +33,18 @@ def publish_command(
     folder = Path(what)
     if not folder.exists() and what in kernel_folders():
         folder = kernel_folders()[what]
+    if not folder.is_dir():
+        kernels = ", ".join(kernel_folders()) or "none here"
+        raise FileNotFoundError(f"{what} is neither a folder nor the name of a bundled kernel ({kernels})")
     publish = publish_kernel if kind_of(folder) == "kernel" else publish_model
     console = Console()
-    with console.status(f"{'validating' if dry_run else 'validating and uploading'} {folder}"):
+    with console.status(f"{'validating' if dry_run else 'validating and uploading'} {escape(str(folder))}"):
         plan = publish(folder, repo_id, dry_run=dry_run, private=private)
     table = Table(title=f"{plan.repo_id or 'no repository named'} ({plan.repo_type})", title_justify="left")
     table.add_column("file", overflow="fold")
     table.add_column("bytes", justify="right")
     for name, size in plan.files.items():
-        table.add_row(name, f"{size:,}")
+        table.add_row(escape(name), f"{size:,}")
     console.print(table)
     total = f"{len(plan.files)} files, {sum(plan.files.values()):,} bytes"
     console.print(

@@ -150,6 +150,12 @@ def test_wrong_usage_exits_with_2_and_names_what_is_wrong(run, arguments, named)
     assert code == 2 and named in err.lower() and "Traceback" not in err
 
 
+@pytest.mark.parametrize("group", [(), ("bench",)])
+def test_an_unknown_verb_is_answered_with_the_verbs_that_there_are(run, group):
+    _, _, err = run(*group, "nonsense", columns=200)
+    assert all(name in err for name in (benchmarks() if group else VERBS)), err
+
+
 def test_a_reader_that_stops_early_gets_no_traceback():
     command = f"{sys.executable} -m hf_ext.cli list --json | head -n 1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
@@ -229,4 +235,4 @@ def test_publish_dry_run_lists_the_files_and_sends_nothing(run, tiny_llama_dir, 
 
 def test_publish_of_a_folder_that_is_not_there_names_it(run, tmp_path):
     code, _, err = run("publish", str(tmp_path / "nothing"))
-    assert code == 1 and "nothing is not a folder" in err
+    assert code == 1 and "nothing is neither a folder nor the name of a bundled kernel (mxfp4_gemm" in err

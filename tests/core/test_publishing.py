@@ -122,7 +122,7 @@ def test_a_checkpoint_of_our_quantizer_passes_and_needs_its_base_model_named(tin
     plan = publish_model(tmp_path / "packed", dry_run=True)
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(plan.files)
     quantize_checkpoint(tiny_llama_dir, tmp_path / "unnamed", MXFP4Config())
-    with pytest.raises(ValueError, match="README.md lacks base_model"):
+    with pytest.raises(ValueError, match="README.md lacks base_model.*--base-model OWNER/NAME"):
         publish_model(tmp_path / "unnamed", dry_run=True)
 
 
