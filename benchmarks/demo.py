@@ -8,6 +8,7 @@ text.
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -24,9 +25,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from hf_ext import MXFP4Config, quantize_model
@@ -113,13 +116,17 @@ def _layer_errors(dense: nn.Module, model: nn.Module) -> list[float]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No bars of transformers among ours."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    bar = gguf.tqdm  # tqdm's own, which the switch above does not reach
+    gguf.tqdm = functools.partial(bar, disable=True)
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if enabled:
             logging.enable_progress_bar()
 
@@ -141,7 +148,8 @@ def main(
     """
     if windows < 2:
         raise ValueError(f"--windows must be at least 2, got {windows}")
-    require("matplotlib", extra="demo")
+    for library in ("matplotlib", "gguf"):
+        require(library, extra="demo")
     _claim(out, overwrite)
     if threads:
         torch.set_num_threads(threads)
@@ -150,7 +158,9 @@ def main(
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with _quiet(), Progress(*columns, console=console, transient=True) as progress:
         rows, texts = _measure(out, prompt, windows, progress)
-        task = progress.add_task("a fresh process loads the checkpoint and generates", total=None)
+        last = "a fresh process loads the checkpoint and generates"
+        task = progress.add_task(last, total=None)
+        _say_if_piped(progress, last)
         fresh = _in_fresh_process(out / _CHECKPOINT, prompt)
         progress.remove_task(task)
         _plot_perplexity(rows, out / "perplexity.png")
@@ -175,17 +185,25 @@ def main(
         "W4A4: the inputs of the layers are rounded too, else W4A16. Calibrated on Python source code. KL: of the "
         "dense model's predictions, nats a token."
     )
-    console.print(Panel(texts["dense"], title=f"dense: {prompt}", title_align="left"))
-    console.print(Panel(texts["packed"], title="MXFP4, calibrated", title_align="left"))
+    # What the user and the models wrote may hold [brackets], which are no markup.
+    console.print(Panel(Text(texts["dense"]), title=f"dense: {escape(prompt)}", title_align="left"))
+    console.print(Panel(Text(texts["packed"]), title="MXFP4, calibrated", title_align="left"))
     same = fresh == texts["packed"]
     if not same:
-        console.print(Panel(fresh, title="[red]the fresh process wrote another text", title_align="left"))
+        console.print(Panel(Text(fresh), title="[red]the fresh process wrote another text", title_align="left"))
         raise SystemExit(1)
     console.print("[green]A fresh process loaded the checkpoint and wrote the same text.")
+    plots = f"{out / 'perplexity.png'}, {out / 'weight_error.png'}"
     console.print(
-        f"Checkpoint: {out / _CHECKPOINT}", f"Plots: {out / 'perplexity.png'}, {out / 'weight_error.png'}", sep="\n"
+        Text(f"Checkpoint: {out / _CHECKPOINT}\nPlots: {plots}\nFigures: {out / 'table.json'}"), soft_wrap=True
     )
     console.print(f"Done in {time.perf_counter() - begin:.0f} s.")
+
+
+def _say_if_piped(progress: Progress, text: str) -> None:
+    # Bars show in a terminal only; a log should not stay empty for minutes.
+    if not progress.console.is_terminal:
+        progress.console.print(Text(text), soft_wrap=True)
 
 
 def _measure(out: Path, prompt: str, windows: int, progress: Progress) -> tuple[list[_Row], dict[str, str]]:
@@ -195,6 +213,7 @@ def _measure(out: Path, prompt: str, windows: int, progress: Progress) -> tuple[
 
     def step(text: str) -> None:
         progress.update(task, description=text)
+        _say_if_piped(progress, text)
 
     def tick(done: int = 1) -> None:
         progress.advance(task, done)
@@ -323,7 +342,7 @@ def _plot_layers(rows: list[_Row], path: Path) -> None:
     every = [error for row in shown for error in row.layer_errors]
     axes.set_ylim(0.9 * min(every), 1.05 * max(every))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    axes.set_xlabel("decoder layer")
+    axes.set_xlabel("decoder layer\n(the calibrated search lowers the error weighted by the inputs, not this one)")
     axes.set_ylabel("relative squared error of the weights")
     axes.set_title("What rounding does to the weights, layer by layer", loc="left")
     figure.savefig(path, dpi=150)

@@ -1,6 +1,7 @@
 """The demo: the folder it writes into, and the whole of it on a tiny model."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -24,6 +25,23 @@ def test_a_file_is_refused(tmp_path):
         demo._claim(path, overwrite=True)
 
 
+@pytest.mark.parametrize("library", ["matplotlib", "gguf"])
+def test_a_missing_library_is_named_before_anything_is_written(tmp_path, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ImportError, match=library):
+        demo.main(out=tmp_path / "out", prompt="hello", windows=2, threads=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bars_of_transformers_are_off_while_the_demo_runs_and_back_afterwards(capsys):
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    bar = gguf.tqdm
+    with demo._quiet():
+        assert list(gguf.tqdm([1, 2], desc="Converting")) == [1, 2]
+    assert gguf.tqdm is bar and capsys.readouterr().err == ""
+
+
 @pytest.fixture
 def tiny_demo(monkeypatch, tmp_path, tiny_llama_dir):
     """The demo with a tiny model, whose tokenizer gets a chat template."""
@@ -42,9 +60,11 @@ def tiny_demo(monkeypatch, tmp_path, tiny_llama_dir):
 
 def test_the_demo_writes_its_results_and_a_fresh_process_repeats_the_text(tmp_path, tiny_demo, capsys):
     out = tmp_path / "out"
-    demo.main(out=out, prompt="hello there", windows=2, threads=1)
+    demo.main(out=out, prompt="hello [there]", windows=2, threads=1)
     said = capsys.readouterr().out
     assert "wrote the same text" in said
+    assert "dense: hello [there]" in said  # brackets are no markup
+    assert "measuring the dense model\n" in said  # the steps, as no terminal shows the bars
     table = {row["format"]: row for row in json.loads((out / "table.json").read_text())}
     assert table["dense float32"]["kl"] == 0
     assert table["OCP MXFP4"]["bits_per_weight"] == 4.25
