@@ -57,9 +57,9 @@ class MXFP4Config(QuantizationConfigMixin):
         activation_macro_block_size (`int` or `None`, defaults to 64):
             Macro block of the inputs (the paper: 128; 64 costs no storage and is closer in our measurements).
         modules_to_not_convert (`list[str]`, *optional*):
-            Modules left dense: prefixes, suffixes or regular expressions of their names. `None` leaves the output
-            head, as transformers does. Tied weights stay dense in any case. Resolved and stored when a model is
-            quantised.
+            Modules left dense, with all that is in them: prefixes, suffixes or regular expressions of their names.
+            `None` leaves the output head, as transformers does. Tied weights stay dense in any case. Resolved and
+            stored when a model is quantised.
         dequantize (`bool`, defaults to `False`):
             Load a packed checkpoint into plain dense layers.
         compute_dtype (`str` or `torch.dtype`, *optional*):

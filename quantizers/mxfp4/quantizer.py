@@ -300,6 +300,12 @@ def tied_modules(model: "PreTrainedModel") -> set[str]:
     return {key.removesuffix(".weight") for key in keys if key.endswith(".weight")}
 
 
+def _prefixes(name: str) -> list[str]:
+    """The names of a module and of those that it is in, but for the model itself."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
 def convertible_layers(model: nn.Module, config: MXFP4Config, skip: list[str]) -> tuple[list[str], dict[str, str]]:
     """Names of the modules that `MXFP4Config` converts, and why others of their kind stay dense.
 
@@ -310,8 +316,12 @@ def convertible_layers(model: nn.Module, config: MXFP4Config, skip: list[str]) -
     places: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(name)
+    skipped = {
+        name for name, _ in model.named_modules(remove_duplicate=False) if not should_convert_module(name, skip)
+    }
     for name, module in model.named_modules():
-        if not all(should_convert_module(place, skip) for place in places[module]):
+        # transformers matches a suffix with the whole name only, so that "vision_tower" would not leave what is in it.
+        if any(part in skipped for place in places[module] for part in _prefixes(place)):
             continue
         shape = linear_shape(module)
         convertible = shape is not None or is_fused_experts(module)

@@ -159,6 +159,17 @@ def test_what_stays_dense_is_as_asked_and_is_stored_resolved(tiny_llama_dir, tmp
     assert type(default.lm_head) is nn.Linear
 
 
+@pytest.mark.parametrize("entry", ["layers.1.mlp", "model.layers.1.mlp", r"model\.layers\.[1-9]\.mlp"])
+def test_what_is_in_a_module_left_dense_stays_dense_however_it_is_named(entry, tiny_llama_dir, tmp_path):
+    config = MXFP4Config(modules_to_not_convert=[entry, "lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir, quantization_config=config)
+    dense = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert dense == {"lm_head", *(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down"))}
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info == CLEAN and torch.equal(logits(loaded), logits(model))
+
+
 def test_the_callers_config_is_not_changed(tiny_llama_dir):
     config = MXFP4Config()
     AutoModelForCausalLM.from_pretrained(tiny_llama_dir, quantization_config=config)
