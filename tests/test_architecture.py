@@ -17,7 +17,7 @@ import pytest
 
 import hf_ext
 from hf_ext.cli import VERBS
-from hf_ext.registry import WINGS
+from hf_ext.registry import WINGS, list_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAVELLING = ("model_patches", "kernels", "metrics")  # their folders go to the Hub as they are
@@ -246,6 +246,12 @@ def test_the_docstring_rule_catches_functions_classes_and_methods():
     )
     assert list(undocumented(ast.parse(source))) == ["f", "C.g"]
     assert list(undocumented(ast.parse("x = 1"))) == ["the module"]
+
+
+def test_an_available_method_is_an_attribute_of_its_wing(fresh_python):
+    # `hf_ext.trainers.cat` after `import hf_ext` alone: the wing's __init__.py names its methods.
+    names = [f"{m.wing}.{m.name}" for m in list_methods(status="available") if m.wing != "kernels"]
+    fresh_python("import hf_ext\n" + "\n".join(f"hf_ext.{name}" for name in names))
 
 
 def test_every_method_folder_has_its_wings_files():
