@@ -25,8 +25,11 @@ class PackedKV:
     def __init__(self, layer: Any):
         longest = max(layer.packed)
         sinks, tail = layer.config.sink_length, layer.keys.shape[2]
-        self.keys = layer.key_states.view(longest)
-        self.values = layer.value_states.view(longest)
+        # Kernels want the bank in the dtype of the query, and an id each where one byte stands for all.
+        self.keys, self.values = (
+            view._replace(bank=view.bank.to(layer.dtype), ids=view.ids if view.ids.stride(-1) else view.ids.contiguous())
+            for view in (layer.key_states.view(longest), layer.value_states.view(longest))
+        )
         self.dense_keys = torch.cat([layer.sink_keys, layer.keys], dim=2)
         self.dense_values = torch.cat([layer.sink_values, layer.values], dim=2)
         self.bits = layer.key_states.bits, layer.value_states.bits

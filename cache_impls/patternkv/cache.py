@@ -146,8 +146,8 @@ class PatternKVCache(Cache):
                     continue
                 for name, tensor in states.view(longest)._asdict().items():
                     used = tensor[:, :, : max(counts)] if name == "bank" else tensor
-                    in_use += used.numel() * used.element_size()
-                packed_total += sum(tensor.numel() * tensor.element_size() for tensor in states.tensors.values())
+                    in_use += _bytes(used)
+                packed_total += sum(_bytes(tensor) for tensor in states.tensors.values())
                 elements += rows * states.codes.shape[1] * longest * states.channels
         layers = self.packed_layers.values()
         kept = sum(storages.values())
@@ -304,6 +304,11 @@ def _facts(config: PreTrainedConfig, kinds: list[str]) -> dict[str, Any]:
         "head_dim": size,
         "layer_types": list(kinds),
     }
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of what a tensor shows; one that repeats an element without storing it counts that element."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _tensors_of(layer: Any) -> dict[str, torch.Tensor]:

@@ -145,6 +145,11 @@ class PatternKVConfig:
         return cls(nbits=nbits, **{**chosen, **fields})
 
     @classmethod
+    def fitted(cls, nbits: int = 2, **fields: Any) -> "PatternKVConfig":
+        """Ours: scales fitted to the least squared error, in the same bytes. Fields as those of the class."""
+        return cls(nbits=nbits, **{"scale_fit": "mse", **fields})
+
+    @classmethod
     def kivi(cls, nbits: int = 2, group_size: int = 32, **fields: Any) -> "PatternKVConfig":
         """KIVI's scheme in the same code: no patterns and no sinks."""
         chosen = {"num_patterns": 0, "sink_length": 0, "new_pattern": "none"}

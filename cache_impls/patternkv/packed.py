@@ -32,7 +32,7 @@ class PackedView(NamedTuple):
         codes: uint8 [B, H, P, D * bits / 8], planar.
         scale, zero: float16 or float32, [B, H, P / group, D] for keys, [B, H, P, D / group] for values.
         ids: uint8 or int16 [B, H, P]; 0 is the zero vector.
-        bank: model dtype [B or 1, H, m, D]; row 0 is zero.
+        bank: [B or 1, H, m, D] in the model's dtype, float16 for float32; row 0 is zero.
     """
 
     codes: torch.Tensor
@@ -73,7 +73,9 @@ class PackedStates:
         self.channels = channels
         self.dtype = like.dtype
         scopes = rows if self.config.bank_scope == "sequence" else 1
-        self.bank = like.new_zeros(scopes, heads, 1, channels)
+        # A residual is taken from its pattern as stored, so 16 bits serve a model in float32 as well.
+        kept = torch.float16 if like.dtype == torch.float32 else like.dtype
+        self.bank = like.new_zeros(scopes, heads, 1, channels, dtype=kept)
         passthrough = self.bits == PASSTHROUGH_BITS
         width = channels if passthrough else channels * self.bits // 8
         grouped = (tokens // self.group, channels) if self.axis == -2 else (tokens, channels // self.group)
@@ -82,6 +84,8 @@ class PackedStates:
         self.scale = empty(rows, heads, *grouped, dtype=torch.float16)
         self.zero = empty(rows, heads, *grouped, dtype=torch.float16)
         self.ids = empty(rows, heads, tokens, dtype=torch.uint8)
+        if not self.config.num_patterns:  # all ids are 0: one byte stands for them
+            self.ids = empty(1, 1, 1, dtype=torch.uint8).expand(rows, heads, tokens)
 
     def adopt(self, like: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         """Take tensors that were written to a file, for states like `like`."""
@@ -98,6 +102,9 @@ class PackedStates:
         capacity = have + -(-(tokens - have) // block) * block
         for name in ("codes", "scale", "zero", "ids"):
             old = getattr(self, name)
+            if name == "ids" and not self.config.num_patterns:
+                self.ids = old[:1, :1, :1].expand(*old.shape[:2], capacity)
+                continue
             length = capacity // self.group if name in ("scale", "zero") and self.axis == -2 else capacity
             new = old.new_zeros(*old.shape[:2], length, *old.shape[3:])
             new[:, :, : old.shape[2]] = old
@@ -151,8 +158,12 @@ class PackedStates:
             x = x[:, :, picked]
         found = mine_patterns(x, config.num_patterns, iterations=config.mining_iters, seed=config.seed)
         self._grow_bank(1 + found.shape[2])
-        self.bank[self._scopes(rows), :, 1 : 1 + found.shape[2]] = found.to(self.bank.dtype)
+        self.bank[self._scopes(rows), :, 1 : 1 + found.shape[2]] = self._stored(found)
         return 1 + found.shape[2]
+
+    def _stored(self, patterns: torch.Tensor) -> torch.Tensor:
+        limit = torch.finfo(self.bank.dtype).max
+        return patterns.clamp(-limit, limit).to(self.bank.dtype)
 
     def _scopes(self, rows: list[int]) -> list[int]:
         return rows if self.config.bank_scope == "sequence" else [0]
@@ -173,7 +184,7 @@ class PackedStates:
         if config.bank_scope == "batch":
             window = window.transpose(0, 1).flatten(1, 2)[None]  # the range over the rows too
         self._grow_bank(patterns + 1, block=GROWTH - 1)
-        self.bank[self._scopes(rows), :, patterns] = new_pattern(window, config.new_pattern).to(self.bank.dtype)
+        self.bank[self._scopes(rows), :, patterns] = self._stored(new_pattern(window, config.new_pattern))
         return patterns + 1
 
     def _write(self, rows: list[int], offset: int, x: torch.Tensor, patterns: int, first: bool) -> None:
@@ -181,7 +192,8 @@ class PackedStates:
         bank = self.bank[self._scopes(rows), :, :patterns].float().expand(len(rows), -1, -1, -1)
         ids, residual = self._align(x, bank, first)
         end = offset + x.shape[2]
-        self._store("ids", rows, offset, end, ids.to(self.ids.dtype))
+        if self.config.num_patterns:
+            self._store("ids", rows, offset, end, ids.to(self.ids.dtype))
         if self.bits == PASSTHROUGH_BITS:
             self._store("codes", rows, offset, end, residual)
             return
