@@ -133,8 +133,12 @@ def check_kernel(folder: str | os.PathLike[str]) -> list[Finding]:
         folder: The repository: build/torch-universal, README.md, build.toml.
 
     Returns:
-        A finding per check. The checks that need the `kernels` library fail where it is not installed.
+        A finding per check.
+
+    Raises:
+        ImportError: The `kernels` library is not installed.
     """
+    require("kernels", extra="kernels")
     folder = Path(folder).resolve()
     variant = folder / "build" / "torch-universal"
     findings = [_attempt("layout", _check_layout, folder)]

@@ -13,4 +13,5 @@ _EXPORTS = {
         "quantize_model",
     ]
 }
-__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=["mxfp4"])
+_NEEDS = {"peft": ["load_adapter", "prepare_lora_config"]}
+__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=["mxfp4"], needs=_NEEDS)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
@@ -14,6 +15,7 @@ from hf_ext.kernel_lookup import kernel_folders
 app = typer.Typer(
     help="List, check and compile kernel repositories.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -23,9 +25,11 @@ Folder = Annotated[str, typer.Argument(help="A kernel folder, or the name of a b
 
 def _folder(text: str) -> Path:
     folder = Path(text)
-    if not folder.exists() and text in kernel_folders():
-        return kernel_folders()[text]
-    return folder
+    if folder.is_dir():
+        return folder
+    if text not in kernel_folders():
+        raise ValueError(f"{text!r} is no folder, and no bundled kernel; bundled are: {', '.join(kernel_folders())}")
+    return kernel_folders()[text]
 
 
 @app.command("list")
@@ -41,7 +45,7 @@ def list_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSO
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table("name", "version", "id", "folder")
+    table = Table("name", "version", "id", Column("folder", overflow="fold"))
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
@@ -63,11 +67,12 @@ def check(folder: Folder) -> None:
     from hf_ext.kernel_tools import check_kernel
 
     console = Console()
-    with console.status(f"checking {folder}"):
-        findings = check_kernel(_folder(folder))
+    where = _folder(folder)
+    with console.status(f"checking {where}"):
+        findings = check_kernel(where)
     table = Table("check", "result", "detail")
     for finding in findings:
-        table.add_row(finding.name, "[green]ok[/green]" if finding.ok else "[red]failed[/red]", finding.detail)
+        table.add_row(finding.name, "[green]ok[/green]" if finding.ok else "[red]failed[/red]", escape(finding.detail))
     console.print(table)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
@@ -117,7 +122,7 @@ def compile(
             failed += not report.ok
             if log is not None:
                 log.append(report.to_dict())
-            result = "[green]ok[/green]" if report.ok else f"[red]{'; '.join(report.problems)}[/red]"
+            result = "[green]ok[/green]" if report.ok else f"[red]{escape('; '.join(report.problems))}[/red]"
             numbers = (str(report.registers), str(report.spilled_bytes), f"{report.shared_bytes / 1024:.1f}")
             table.add_row(config["name"], name, *numbers, result)
             progress.advance(task)

@@ -11,4 +11,5 @@ _EXPORTS = {
     "hf_ext.quantizers.mxfp4.peft": ["load_adapter", "prepare_lora_config"],
     "hf_ext.quantizers.mxfp4.quantizer": ["MXFP4HfQuantizer"],
 }
-__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=["numerics", "reference"])
+_NEEDS = {"peft": ["load_adapter", "prepare_lora_config"]}
+__getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=["numerics", "reference"], needs=_NEEDS)

@@ -115,7 +115,7 @@ def test_star_import_of_hf_ext_works_without_any_extra(fresh_python):
         "sys.meta_path.insert(0, Missing())\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name in missing else find(name, *rest)\n"
-        "from hf_ext import *\n"
+        "from hf_ext import *\nfrom hf_ext.quantizers import *\nfrom hf_ext.quantizers.mxfp4 import *\n"
         "assert MXFP4Config and 'load_adapter' not in globals()\n"
         "import hf_ext\n"
         "try: hf_ext.load_adapter\n"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernels import get_local_kernel
 
+from hf_ext.cli import main
 from hf_ext.kernel_lookup import KERNELS, kernel_folder, kernel_folders, load_kernel
 from hf_ext.kernel_tools import check_kernel
 
@@ -86,6 +87,20 @@ def test_the_librarys_own_runner_takes_the_benchmark_and_finds_its_results_right
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "out.json").read_text("utf-8"))["results"]
     assert len(results) == 6 and all(row["verified"] for row in results), results
+
+
+def test_the_command_names_the_bundled_kernels_when_a_folder_does_not_exist(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["kernels", "check", "no-such-folder"])
+    assert stopped.value.code == 1
+    assert "'no-such-folder' is no folder, and no bundled kernel; bundled are: mxfp4_gemm" in capsys.readouterr().err
+
+
+def test_the_command_shows_the_checks_of_a_bundled_kernel(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["kernels", "check", "mxfp4_gemm"])
+    assert not stopped.value.code
+    assert "loads in an isolated interpreter" in capsys.readouterr().out
 
 
 # --- the check itself can fail ---------------------------------------------------------------------------------------
