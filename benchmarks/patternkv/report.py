@@ -1,0 +1,268 @@
+"""The part of RESULTS.md about PatternKV, and its plots."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from hf_ext.benchmarks.patternkv.settings import FULL, SETTINGS, TEXTS
+from hf_ext.benchmarks.report import markdown_table
+from hf_ext.cache_impls.patternkv import PatternKVConfig
+
+__all__ = ["against_curve", "section"]
+
+_SERIES = {
+    "transformers": ("transformers QuantizedCache", "#5b8c3a", "s"),
+    "rotation": ("rotation + codebook (emulated)", "#8a8a8a", "D"),
+    "kivi": ("KIVI (patterns off)", "#b2541a", "o"),
+    "fitted kivi": ("patterns off, fitted scales", "#d9a15b", "o"),
+    "paper": ("PatternKV paper()", "#7a5195", "^"),
+    "patternkv": ("PatternKV default", "#4a3b8f", "^"),
+    "fitted": ("PatternKV fitted()", "#1f6f9e", "*"),
+}
+_CURVE = "kivi"
+_HOST_2 = ("transformers quanto 2 bit", "transformers hqq 2 bit")
+_STATED = 8196
+
+
+def section(rows: list[dict[str, Any]], plots: Path) -> str:
+    """Tables and plots of all kinds of rows.
+
+    Args:
+        rows: all rows of the data file; of the same key the last counts.
+        plots: where to write PNG files.
+    """
+    keyed = {(r["kind"], r["text"], r["tokens"], r["setting"], r["seed"], r["attention"]): r for r in rows}
+    latest = list(keyed.values())
+    quality = _mean_of_seeds(row for row in latest if row["kind"] == "quality" and "error" not in row)
+    texts = [text for text in TEXTS if any(key[0] == text for key in quality)]
+    facts = next(row for row in latest if row["kind"] == "quality")
+    plots.mkdir(exist_ok=True)
+    _plot_divergence(quality, texts, plots / "kl_against_bits.png")
+    hashes = {row["text"]: row["text_sha256"][:12] for row in latest if "text_sha256" in row}
+    described = "; ".join(f"*{text}*: {TEXTS[text]} (`{hashes[text]}…`)" for text in texts)
+    parts = [
+        "## PatternKV\n",
+        "Made by `hf-ext bench patternkv` on SmolLM2-135M-Instruct (head_dim 64, 3 KV heads, float32, "
+        f"torch {facts['versions']['torch']}, transformers {facts['versions']['transformers']}): a prompt of "
+        f"{facts['tokens']:,} tokens fills the cache, the next 256 are scored in one call against the full cache. "
+        "*KL* is the mean divergence of the predictions (nats a token), *loss* the change of the mean negative "
+        "log-likelihood, *same* the share of positions with the same most likely token, errors are |x - x^|²/|x|² of "
+        "the prompt's states. Bits an element are what the cache reports of its packed tokens at this length, scales and "
+        "patterns included; of peers, by their layout with 16-bit scales. Sinks (4 tokens, except paper() and the "
+        "peers) are apart. Means over the texts; seeds of k-means: three where a seed matters and the row says ±.\n",
+        f"Texts: {described}.\n",
+        "### Goals\n",
+        _goals(quality, latest, texts),
+        "\n![KL against bits](patternkv/plots/kl_against_bits.png)\n",
+        "### All caches, mean over texts\n",
+        _table(quality, texts, latest),
+        "\n### KL by text\n",
+        _by_text(quality, texts),
+    ]
+    decoded = _mean_of_seeds(row for row in latest if row["kind"] == "decoded" and "error" not in row)
+    if decoded:
+        parts += [
+            "\n### Decoded windows\n",
+            "The same, but only 516 tokens are a prompt and the others come a window at a time, as in decoding: the "
+            "bank is mined from 512 tokens and grows by a pattern a window.\n",
+            _table(decoded, texts, []),
+        ]
+    parts += _speed(latest)
+    failed = {row["setting"]: row for row in latest if "error" in row}
+    if failed:
+        parts += [
+            "\n### Peers that did not run\n",
+            markdown_table(["setting", "what it says"], [[name, f"`{row['error']}`"] for name, row in failed.items()]),
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def _mean_of_seeds(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
+    """(text, setting) -> means over seeds, with the spread of KL as `kl_spread`."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row["text"], row["setting"]].append(row)
+    names = ("kl", "loss", "loss_of_full", "agreement", "key_error", "value_error", "bits")
+    means = {}
+    for key, group in found.items():
+        means[key] = {name: mean(row[name] for row in group) for name in names}
+        means[key]["kl_spread"] = stdev(row["kl"] for row in group) if len(group) > 1 else 0.0
+    return means
+
+
+def _curve(quality: dict, text: str) -> list[tuple[float, float]]:
+    """KIVI's points (bits, KL) on a text, from few bits to many."""
+    names = [name for name, setting in SETTINGS.items() if setting.group == _CURVE]
+    return sorted((q["bits"], q["kl"]) for name in names if (q := quality.get((text, name))))
+
+
+def against_curve(bits: float, kl: float, curve: list[tuple[float, float]]) -> float | None:
+    """KL as a ratio to a curve's at the same bits, by straight lines between its points; None outside them."""
+    for (low, a), (high, b) in zip(curve, curve[1:]):
+        if low <= bits <= high:
+            return kl / (a + (b - a) * (bits - low) / (high - low))
+    return None
+
+
+def _ratios(quality: dict, texts: list[str], name: str) -> list[float]:
+    found = [against_curve(q["bits"], q["kl"], _curve(quality, t)) for t in texts if (q := quality.get((t, name)))]
+    return [ratio for ratio in found if ratio is not None]
+
+
+def _goals(quality: dict, rows: list[dict], texts: list[str]) -> str:
+    cells: list[list[str]] = []
+
+    def add(goal: str, what: str, measured: str, reached: bool) -> None:
+        cells.append([goal, what, f"**{measured}**" if reached else measured, "yes" if reached else "no"])
+
+    for name in ("PatternKV default", "PatternKV fitted()"):
+        worst = [
+            quality[t, name]["kl"] / min(quality[t, host]["kl"] for host in _HOST_2 if (t, host) in quality)
+            for t in texts
+            if (t, name) in quality and any((t, host) in quality for host in _HOST_2)
+        ]
+        if worst:
+            goal = "KL at 2 bits at most 0.3 x transformers' quantized cache (the better of two)"
+            add(goal, name, f"{min(worst):.2f} to {max(worst):.2f} x", max(worst) <= 0.3)
+    for name in ("PatternKV default", "PatternKV fitted()"):
+        ratios = _ratios(quality, texts, name)
+        if ratios:
+            add("never above KIVI's curve of KL against bits", name, f"at most {max(ratios):.2f} x", max(ratios) <= 1)
+            add(
+                "10% below it on the mean, stretch 30%",
+                name,
+                f"{1 - mean(ratios):.0%} below",
+                mean(ratios) <= 0.9,
+            )
+    for name in ("PatternKV default, 4 bit", "PatternKV fitted(), 4 bit"):
+        change = [q["loss"] - q["loss_of_full"] for t in texts if (q := quality.get((t, name)))]
+        if change:
+            goal = "loss at 4 bits within 0.01 of the full cache on the mean"
+            add(goal, name, f"{mean(change):+.4f}", abs(mean(change)) <= 0.01)
+    for name in ("PatternKV default", "PatternKV fitted()"):
+        shares = [
+            quality[t, name]["value_error"] / quality[t, "KIVI 2 bit, g 128"]["value_error"]
+            for t in texts
+            if (t, name) in quality and (t, "KIVI 2 bit, g 128") in quality
+        ]
+        if shares:
+            add(
+                "error of values at most half of KIVI's, same groups", name, f"{max(shares):.2f} x", max(shares) <= 0.5
+            )
+    for size, bound in ((64, 2.6), (128, 2.4)):
+        bits = mean(PatternKVConfig.fitted().bits_per_element(size, _STATED))
+        goal = f"at most {bound} bits an element, head_dim {size}, {_STATED:,} tokens, bf16"
+        add(goal, "PatternKV fitted()", f"{bits:.3f}", bits <= bound)
+    for row, ratio, host in _speeds(rows):
+        if row["setting"] == "PatternKV fitted()":
+            if host is not None:
+                what = f"{row['setting']}, attention {row['attention']}"
+                add("a decode step at 8k at least 3 x faster than QuantizedCache", what, f"{host:.1f} x", host >= 3)
+            goal = "a decode step at 8k at most 1.3 x that of DynamicCache"
+            add(goal, f"{row['setting']}, attention {row['attention']}", f"{ratio:.2f} x", ratio <= 1.3)
+    return markdown_table(["goal", "cache", "measured", "reached"], cells)
+
+
+def _table(quality: dict, texts: list[str], rows: list[dict]) -> str:
+    cells = []
+    for name, setting in SETTINGS.items():
+        found = [quality[t, name] for t in texts if (t, name) in quality]
+        if not found or name == FULL:
+            continue
+        ratios = _ratios(quality, texts, name) if setting.group != _CURVE else []
+        spread = mean(q["kl_spread"] for q in found)
+        cells.append(
+            [
+                name,
+                f"{mean(q['bits'] for q in found):.3f}",
+                f"{mean(q['kl'] for q in found):.4f}" + (f" ± {spread:.4f}" if spread else ""),
+                f"{mean(ratios):.2f}" if ratios else "",
+                f"{mean(q['loss'] - q['loss_of_full'] for q in found):+.3f}",
+                f"{mean(q['agreement'] for q in found):.1%}",
+                f"{mean(q['key_error'] for q in found):.4f}",
+                f"{mean(q['value_error'] for q in found):.4f}",
+            ]
+        )
+    head = ["cache", "bits", "KL", "of KIVI's curve", "loss", "same", "key error", "value error"]
+    return markdown_table(head, cells)
+
+
+def _by_text(quality: dict, texts: list[str]) -> str:
+    names = [name for name in SETTINGS if name != FULL and any((t, name) in quality for t in texts)]
+
+    def show(text: str, name: str) -> str:
+        return f"{quality[text, name]['kl']:.4f}" if (text, name) in quality else ""
+
+    return markdown_table(["cache", *texts], [[name, *(show(text, name) for text in texts)] for name in names])
+
+
+def _speeds(rows: list[dict]) -> list[tuple[dict, float, float | None]]:
+    """Rows of speed with their time over the full cache's, and how many times the fastest QuantizedCache takes it."""
+    rows = [row for row in rows if row["kind"] == "speed" and "seconds_a_step" in row]
+    full = [row["seconds_a_step"] for row in rows if row["setting"] == FULL]
+    hosts = [row["seconds_a_step"] for row in rows if row["group"] == "transformers"]
+    if not full:
+        return []
+    return [
+        (row, row["seconds_a_step"] / full[-1], min(hosts) / row["seconds_a_step"] if hosts else None)
+        for row in rows
+        if row["setting"] != FULL
+    ]
+
+
+def _speed(rows: list[dict]) -> list[str]:
+    found = _speeds(rows)
+    if not found:
+        return []
+    cells = [
+        [
+            row["setting"],
+            row["attention"],
+            f"{1000 * row['seconds_a_step']:.0f}",
+            f"{ratio:.2f}",
+            "" if host is None else f"{host:.1f}",
+            f"{report['ratio']:.1f}" if (report := row["memory"]) else "",
+        ]
+        for row, ratio, host in found
+    ]
+    head = ["cache", "attention", "ms a step", "of DynamicCache", "QuantizedCache takes", "memory: full / kept"]
+    threads = found[0][0].get("threads", "?")
+    return [
+        "\n### A decode step at 8,196 tokens\n",
+        f"Best of five steps on a CPU, {threads} thread, float32, random states, in one run with the full cache; the "
+        "attention `patternkv` reads the codes, `sdpa` dequantizes a layer at a time. *QuantizedCache takes*: so many "
+        "times as long, the faster of its two back ends.\n",
+        markdown_table(head, cells),
+    ]
+
+
+def _plot_divergence(quality: dict, texts: list[str], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8.5, 5.2), constrained_layout=True)
+    for group, (label, colour, marker) in _SERIES.items():
+        points = []
+        for name, setting in SETTINGS.items():
+            found = [quality[t, name] for t in texts if (t, name) in quality]
+            if setting.group == group and found:
+                points.append((mean(q["bits"] for q in found), mean(q["kl"] for q in found), name))
+        points.sort()
+        if not points:
+            continue
+        line = "-" if group in ("kivi", "fitted kivi", "fitted") else ""
+        bits, kls, _ = zip(*points)
+        size = 11 if marker == "*" else 7
+        axes.plot(bits, kls, line, marker=marker, color=colour, label=label, markersize=size, linewidth=1.2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits an element (mean of keys and values; codes, scales, ids, patterns)")
+    axes.set_ylabel("KL to the full cache, nats a token")
+    axes.set_title(f"SmolLM2-135M, 4,100 tokens of prompt, mean over {len(texts)} texts")
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
