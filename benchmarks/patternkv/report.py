@@ -49,9 +49,10 @@ def section(rows: list[dict[str, Any]], plots: Path) -> str:
         f"{facts['tokens']:,} tokens fills the cache, the next 256 are scored in one call against the full cache. "
         "*KL* is the mean divergence of the predictions (nats a token), *loss* the change of the mean negative "
         "log-likelihood, *same* the share of positions with the same most likely token, errors are |x - x^|²/|x|² of "
-        "the prompt's states. Bits an element are what the cache reports of its packed tokens at this length, scales and "
-        "patterns included; of peers, by their layout with 16-bit scales. Sinks (4 tokens, except paper() and the "
-        "peers) are apart. Means over the texts; seeds of k-means: three where a seed matters and the row says ±.\n",
+        "the prompt's states. Bits an element are what the cache reports of its packed tokens at this length, scales "
+        "and patterns included; of peers, by their layout with 16-bit scales. Sinks (4 tokens, except paper() and the "
+        "peers) are apart. Means over the texts; ± is the spread over three seeds of k-means. The presets were chosen "
+        "on two other texts (argparse.py and IDLE's help page).\n",
         f"Texts: {described}.\n",
         "### Goals\n",
         _goals(quality, latest, texts),
