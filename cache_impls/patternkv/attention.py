@@ -27,7 +27,9 @@ class PackedKV:
         sinks, tail = layer.config.sink_length, layer.keys.shape[2]
         # Kernels want the bank in the dtype of the query, and an id each where one byte stands for all.
         self.keys, self.values = (
-            view._replace(bank=view.bank.to(layer.dtype), ids=view.ids if view.ids.stride(-1) else view.ids.contiguous())
+            view._replace(
+                bank=view.bank.to(layer.dtype), ids=view.ids if view.ids.stride(-1) else view.ids.contiguous()
+            )
             for view in (layer.key_states.view(longest), layer.value_states.view(longest))
         )
         self.dense_keys = torch.cat([layer.sink_keys, layer.keys], dim=2)

@@ -169,6 +169,28 @@ class PatternKVConfig:
             )
         return group
 
+    def bits_per_element(self, head_dim: int, tokens: int) -> tuple[float, float]:
+        """Bits of a packed key and value element after a prompt of so many tokens, sinks and tail apart.
+
+        bits + 32 / group (scale and zero) + bits of an id / head_dim + 16 patterns / packed tokens, the zero pattern
+        counted; ids take two bytes from 256 patterns on.
+
+        Raises:
+            ValueError: So few tokens fill no window.
+        """
+        packed = max(0, tokens - self.sink_length) // self.residual_length * self.residual_length
+        if not packed:
+            raise ValueError(
+                f"{tokens} tokens fill no window: {self.sink_length + self.residual_length} are the first to be packed"
+            )
+        bank = 16 * (1 + self.num_patterns) / packed
+        ids = (8 if self.num_patterns < 256 else 16) / head_dim if self.num_patterns else 0.0
+        groups = self.group_size, self.value_group(head_dim)
+        key, value = (
+            bits + 32 / group + ids + bank for bits, group in zip((self.nbits_key, self.nbits_value), groups)
+        )
+        return key, value
+
     def to_dict(self) -> dict[str, Any]:
         """All fields."""
         return dataclasses.asdict(self)

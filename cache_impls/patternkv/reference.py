@@ -79,14 +79,17 @@ def decode_attention(
         hidden = beyond if hidden is None else hidden | beyond
     if hidden is not None:
         logits = logits.masked_fill(hidden[:, None, None], -torch.inf)
-    lse = logits.logsumexp(-1)
-    # Where nothing is visible, -inf - -inf would be NaN.
-    weights = (logits - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+    # Where nothing is visible the maximum is -inf, and -inf - -inf would be NaN.
+    most = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    weights = (logits - most).exp_()
+    total = weights.sum(-1, keepdim=True)
+    lse = (most + total.log()).squeeze(-1)
 
     output = weights[..., tokens:] @ dense_value.float()
     output = output + _packed_values(
         weights[..., :tokens], value_codes, value_scale, value_zero, value_ids, value_bank, value_bits, value_channels
     )
+    output = output / total.clamp(min=torch.finfo(torch.float32).tiny)
     return output.reshape(rows, -1, value_channels).to(query.dtype), lse.reshape(rows, -1)
 
 
