@@ -1,8 +1,8 @@
 """Measure the MXFP4 formats and their peers on language models: `hf-ext bench mxfp4`.
 
 One row a model, text, format and treatment of activations is appended to one data file; a row that is there already
-is not measured again, so a run that was stopped goes on where it was. `python -m hf_ext.benchmarks.report` makes the
-plots and RESULTS.md from the file.
+is not measured again, so a run that was stopped goes on where it was. Plots and RESULTS.md are made from
+the file at the end, and by `python -m hf_ext.benchmarks.report`.
 
 Three models: SmolLM2-135M-Instruct; the same with its weights dithered off the 4-bit grid that they come from; and a
 small Llama trained from scratch (`train_small`). Each dense model is the baseline of its own formats.
@@ -25,9 +25,10 @@ from torch import nn
 from hf_ext.benchmarks import language_model as lm
 from hf_ext.benchmarks.mxfp4.formats import DENSE, FORMATS, MAIN, NVFP4, OCP, Format, Prepared, prepare
 from hf_ext.benchmarks.mxfp4.train_small import held_out_text, train_small
+from hf_ext.benchmarks.report import refresh, results_folder
 from hf_ext.runlog import RunLog
 
-__all__ = ["KEY", "data_file", "derived", "dither", "main"]
+__all__ = ["KEY", "derived", "dither", "main"]
 
 KEY = ("model", "text", "windows", "format", "activation")
 _SMALL_FACTOR = 4  # the small model's losses differ little between formats, and its windows cost little
@@ -40,14 +41,6 @@ class _Model(NamedTuple):
     dense: nn.Module
     tokenizer: Any
     texts: dict[str, str]
-
-
-def data_file() -> Path:
-    """Where rows go by default: the repository's file in a checkout, else the working folder."""
-    here = Path(__file__).resolve()
-    if (here.parents[2] / "pyproject.toml").exists():
-        return here.parent / "data" / "results.jsonl"
-    return Path("benchmarks/mxfp4/data/results.jsonl")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +165,7 @@ def main(
     if quick:
         windows, text_names, model_names = 2, text_names[:1], model_names[:1]
         out = out or lm.cache_folder() / "bench-mxfp4-quick.jsonl"
-    log = RunLog(out or data_file(), KEY)
+    log = RunLog(out or results_folder() / "mxfp4" / "data" / "results.jsonl", KEY)
     torch.set_num_threads(threads)
     console = Console()
     arguments = sys.argv[sys.argv.index("mxfp4") + 1 :] if "mxfp4" in sys.argv else sys.argv[1:]
@@ -180,6 +173,7 @@ def main(
     options = _Options(text_names, windows, formats, quick, only, overwrite, command.strip())
     count = sum(_measure_model(name, options, log, console) for name in model_names)
     console.print(f"{count} rows measured; all rows are in {log.path}", soft_wrap=True)
+    refresh(out)
 
 
 def _measure_model(model_name: str, options: _Options, log: RunLog, console: Console) -> int:

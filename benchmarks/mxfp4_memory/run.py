@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_ext.benchmarks import language_model as lm
+from hf_ext.benchmarks.report import refresh, results_folder
 from hf_ext.runlog import RunLog
 
 __all__ = ["main"]
@@ -59,13 +60,16 @@ print(json.dumps({"peak_mib": peak - base, "model_mib": model.get_memory_footpri
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Data file; rows are appended. [default: beside this file]")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Data file; rows are appended. [default: benchmarks/mxfp4_memory/data/results.jsonl]"),
+    ] = None,
 ) -> None:
     """Peak memory of three ways of loading SmolLM2-135M, in MiB above the imports; half a minute."""
     if not Path("/proc/self/status").exists():
         raise OSError("this benchmark reads /proc/self/status, which this system does not have")
     console = Console()
-    log = RunLog(out or Path(__file__).parent / "data" / "results.jsonl", key=("load",))
+    log = RunLog(out or results_folder() / "mxfp4_memory" / "data" / "results.jsonl", key=("load",))
     source = lm.fetch_smollm2(say=console.print)
     table = Table("load", "peak MiB", "model MiB", "peak / model", "seconds")
     with tempfile.TemporaryDirectory() as folder:
@@ -87,3 +91,4 @@ def main(
             table.add_row(how, *cells)
     console.print(table)
     console.print(f"rows are in {log.path}", soft_wrap=True)
+    refresh(out)

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hf_ext.benchmarks import language_model as lm
 from hf_ext.benchmarks.patternkv.measure import Prompt, Score, decode_seconds, fill, prefill, score
 from hf_ext.benchmarks.patternkv.settings import FULL, SETTINGS, TEXTS, Setting, load_text
+from hf_ext.benchmarks.report import refresh, results_folder
 from hf_ext.extras import is_installed
 from hf_ext.runlog import RunLog
 
-__all__ = ["DATA", "KEY", "main"]
+__all__ = ["KEY", "main"]
 
-DATA = Path(__file__).parent / "data" / "results.jsonl"
 KEY = ("kind", "text", "tokens", "setting", "seed", "attention")
 PROMPT, SCORED = 4100, 256  # 4 sinks and 32 windows: no tail, so that every prompt token is read back from codes
 FIRST = 516  # of a prompt whose other tokens are decoded
@@ -37,7 +37,10 @@ def main(
     kinds: Annotated[str, typer.Option(help="Of quality, decoded, speed.")] = "quality,decoded,speed",
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = PROMPT,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Data file; rows are appended. [default: beside this file]")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Data file; rows are appended. [default: benchmarks/patternkv/data/results.jsonl]"),
+    ] = None,
 ) -> None:
     """PatternKV, KIVI, transformers' quantized caches and a rotated codebook on five texts; half an hour.
 
@@ -52,7 +55,7 @@ def main(
         raise ValueError(f"--kinds {', '.join(unknown)}: known are quality, decoded, speed")
     torch.set_num_threads(threads)
     console = Console()
-    log = RunLog(out or DATA, key=KEY)
+    log = RunLog(out or results_folder() / "patternkv" / "data" / "results.jsonl", key=KEY)
     model, tokenizer = _load(lm.fetch_smollm2(say=console.print))
     facts = {"command": "hf-ext bench patternkv", **lm.environment_facts()}
     for text in wanted:
@@ -81,7 +84,8 @@ def main(
                     progress.advance(task)
     if "speed" in parts:
         _speed(model, chosen, log, facts, console)
-    console.print(f"rows are in {log.path}; python -m hf_ext.benchmarks.report makes the plots", soft_wrap=True)
+    console.print(f"rows are in {log.path}", soft_wrap=True)
+    refresh(out)
 
 
 def _load(folder: Path):

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from hf_ext.benchmarks.report import refresh, results_folder
 from hf_ext.benchmarks.static_kernels.instructions import count_instructions
 from hf_ext.kernel_lookup import kernel_folders
 from hf_ext.kernel_tools import DEFAULT_TARGETS, TARGETS, aot_configs, compile_config, is_for
@@ -19,6 +20,7 @@ from hf_ext.runlog import write_text
 
 __all__ = ["DATA", "main", "measure"]
 
+# The table that this version ships.
 DATA = Path(__file__).parent / "data" / "kernel_static.jsonl"
 
 
@@ -44,7 +46,10 @@ def measure(kernel: str, config: dict[str, Any], target: str) -> dict[str, Any]:
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Data file to write. [default: beside this file]")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Data file to write. [default: benchmarks/static_kernels/data/kernel_static.jsonl]"),
+    ] = None,
 ) -> None:
     """Compile every configuration of the bundled kernels for four GPUs and count; two minutes, no GPU needed.
 
@@ -59,7 +64,8 @@ def main(
         if is_for(config, target)
     ]
     rows = [measure(*job) for job in track(jobs, "compiling", console=console, transient=True)]
-    write_text(out or DATA, "".join(json.dumps(row) + "\n" for row in rows))
+    path = out or results_folder() / "static_kernels" / "data" / DATA.name
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
     wrong = [row for row in rows if row["problems"]]
     for row in wrong:
         console.print(f"{row['name']} for {row['target']}: {'; '.join(row['problems'])}", soft_wrap=True)
@@ -69,7 +75,8 @@ def main(
         f"bytes spilled; at most {most['shared_bytes'] / 1024:.1f} KiB of shared memory ({most['name']})",
         soft_wrap=True,
     )
-    console.print(f"rows are in {out or DATA}", soft_wrap=True)
+    console.print(f"rows are in {path}", soft_wrap=True)
+    refresh(out)
     if wrong:
         raise typer.Exit(1)
 
