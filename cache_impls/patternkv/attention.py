@@ -90,8 +90,8 @@ class PackedKV:
 
 
 _NO_TENSOR = (
-    "this model uses {use} of the keys or values that the cache returned before it attends to them, which packed states "
-    "do not have; build the cache with PatternKVConfig(return_packed=False)"
+    "this model uses {use} of the keys or values that the cache returned before it attends to them, which packed "
+    "states do not have; build the cache with PatternKVConfig(return_packed=False)"
 )
 
 

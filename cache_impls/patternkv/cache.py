@@ -63,17 +63,19 @@ class PatternKVCache(Cache):
             raise ValueError(f"`config` must be the model's config, got {type(config).__name__}: pass `model.config`")
         if config.is_encoder_decoder:
             raise ValueError(
-                f"PatternKVCache is for decoder-only models, and model_type={config.model_type!r} is an encoder-decoder; "
-                "use transformers' EncoderDecoderCache"
+                f"PatternKVCache is for decoder-only models, and model_type={config.model_type!r} is an "
+                "encoder-decoder; use transformers' EncoderDecoderCache"
             )
         self.patternkv_config = patternkv_config or PatternKVConfig.from_dict(fields)
         decoder = config.get_text_config(decoder=True)
         kinds, arguments = get_layer_types_and_kwargs(decoder)
         if "full_attention" not in kinds:
             raise ValueError(
-                f"no layer of model_type={decoder.model_type!r} has full attention (found {', '.join(sorted(set(kinds)))}): "
-                "its states are bounded already; use DynamicCache"
+                f"no layer of model_type={decoder.model_type!r} has full attention (found "
+                f"{', '.join(sorted(set(kinds)))}): its states are bounded already; use DynamicCache"
             )
+        # Ids that a cache from a file was filled with, if they were kept.
+        self.token_ids: list[list[int]] | None = None
         self.model_facts = _facts(decoder, kinds)
         attention = None if decoder.model_type.removesuffix("_text") in _DENSE_MODELS else decoder
         layers = [
@@ -112,8 +114,9 @@ class PatternKVCache(Cache):
         Returns:
             `bytes` (all storages, spare room of growing buffers included), `full_bytes` (the same tokens in a
             `DynamicCache`), `ratio` (full over kept), `bits_per_element` (of packed tokens: codes, scales, ids and
-            patterns, in use), and by part: `packed_bytes`, `dense_bytes` (sinks and tails), `other_bytes` (layers of the
-            host), `spare_bytes`; `tokens` and `packed_tokens` (per row, the most), `patterns` (per head, the most).
+            patterns, in use), and by part: `packed_bytes`, `dense_bytes` (sinks and tails), `other_bytes` (layers of
+            the host), `spare_bytes`; `tokens` and `packed_tokens` (per row, the most), `patterns` (per head, the
+            most).
         """
         storages: dict[int, int] = {}
         full = in_use = elements = dense = other = packed_total = 0
@@ -198,7 +201,7 @@ class PatternKVCache(Cache):
             layers.append({"kind": type(layer).__name__, **facts})
             tensors |= {f"layers.{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        ids = torch.as_tensor(token_ids).tolist() if token_ids is not None else None
+        ids = torch.as_tensor(token_ids).tolist() if token_ids is not None else self.token_ids
         # The configuration goes last: a folder with one is whole.
         (folder / CONFIG_NAME).unlink(missing_ok=True)
         save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
@@ -271,6 +274,7 @@ class PatternKVCache(Cache):
             prefix = f"layers.{index}."
             found = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             _restore(layer, facts, found)
+        cache.token_ids = stored.get("token_ids")
         return cache
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None, **options: Any) -> str:

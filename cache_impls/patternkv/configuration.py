@@ -29,8 +29,8 @@ class PatternKVConfig:
         nbits_value (`int`, *optional*):
             Bits of the values' codes. Default: `nbits`.
         num_patterns (`int`, *optional*, defaults to 32):
-            Patterns mined per head from the first tokens, keys and values apart [P]. 0 turns patterns off, which leaves
-            KIVI's scheme: keys per channel, values per token.
+            Patterns mined per head from the first tokens, keys and values apart [P]. 0 turns patterns off, which
+            leaves KIVI's scheme: keys per channel, values per token.
         group_size (`int`, *optional*, defaults to 128):
             Tokens that share a key scale, per channel [P]; channels that share a value scale, per token, at most
             `head_dim` of them.
@@ -41,11 +41,11 @@ class PatternKVConfig:
         sink_length (`int`, *optional*, defaults to 4):
             First tokens of a row that stay in full precision for ever [D: the paper has none].
         assign (`"paper"`, `"l2"`, `"range"` or `"matched"`, *optional*, defaults to `"paper"`):
-            How a token picks its pattern: by squared distance in the prompt and by the range of the residual in decoded
-            windows [P]; by one of the two throughout; or distance for keys and range for values [D].
+            How a token picks its pattern: by squared distance in the prompt and by the range of the residual in
+            decoded windows [P]; by one of the two throughout; or distance for keys and range for values [D].
         value_gate (`"test"`, `"narrower"` or `"none"`, *optional*, defaults to `"test"`):
-            When a value uses its pattern: if the expected error falls significantly [P], if the range gets narrower, or
-            always.
+            When a value uses its pattern: if the expected error falls significantly [P], if the range gets narrower,
+            or always.
         key_gate (`"window"` or `"none"`, *optional*, defaults to `"window"`):
             Whether a window of keys goes without patterns where they would widen its ranges [D], or never [P].
         new_pattern (`"midrange"`, `"mean"` or `"none"`, *optional*, defaults to `"midrange"`):
@@ -65,8 +65,8 @@ class PatternKVConfig:
         seed (`int`, *optional*, defaults to 0):
             Of the draws of k-means [P].
         return_packed (`"auto"`, `True` or `False`, *optional*, defaults to `"auto"`):
-            Whether a decode step hands the packed states to the attention function. `"auto"`: when the model's attention
-            implementation is `"patternkv"`.
+            Whether a decode step hands the packed states to the attention function. `"auto"`: when the model's
+            attention implementation is `"patternkv"`.
 
     Raises:
         ValueError: A field has a value that it cannot have; the message names it.

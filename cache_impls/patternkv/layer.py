@@ -16,9 +16,9 @@ class PatternKVLayer(DynamicLayer):
     """Keys and values of a full-attention layer, quantized to mined patterns once a window of them is complete.
 
     Tokens are kept by row, counted from the row's first token that is no padding: `sink_length` tokens in full
-    precision, then whole windows of `residual_length` packed tokens, then a tail in full precision (`keys` and `values`,
-    which are the last columns of the batch). So a padded row has the codes that it would have alone. Nothing that is
-    packed is ever packed again.
+    precision, then whole windows of `residual_length` packed tokens, then a tail in full precision (`keys` and
+    `values`, which are the last columns of the batch). So a padded row has the codes that it would have alone. Nothing
+    that is packed is ever packed again.
 
     Args:
         config: Of the cache.
@@ -91,8 +91,8 @@ class PatternKVLayer(DynamicLayer):
             self.start = _padding(kwargs.get("kwargs") or {}, key_states.shape[0], tokens)
             if self.config.bank_scope == "batch" and len(set(self.start)) > 1:
                 raise ValueError(
-                    '`bank_scope`="batch" mines one bank from the mean over the rows, which needs rows of equal length, '
-                    f'but they are padded by {self.start} tokens; use bank_scope="sequence"'
+                    '`bank_scope`="batch" mines one bank from the mean over the rows, which needs rows of equal '
+                    f'length, but they are padded by {self.start} tokens; use bank_scope="sequence"'
                 )
         fresh = self.seen == 0
         self.keys = torch.cat([self.keys, key_states], dim=2)
@@ -212,7 +212,7 @@ class PatternKVLayer(DynamicLayer):
         return torch.nn.functional.pad(tail, (0, 0, missing, 0)) if missing else tail
 
     def _column_index(self, longest: int) -> torch.Tensor | None:
-        """Where each column of the batch lies in [sinks, packed, tail], int64 [B, seen]; None if just in that order."""
+        """Where each column of the batch lies in [sinks, packed, tail], int64 [B, seen]; None if in that order."""
         sinks, tail = self.config.sink_length, self.keys.shape[2]
         if not any(self.start) and len(set(self.packed)) == 1 and sinks + longest + tail == self.seen:
             return None

@@ -146,7 +146,7 @@ class PackedStates:
         return patterns
 
     def mine(self, rows: list[int], states: torch.Tensor) -> int:
-        """Mine the banks of these rows from float [len(rows), H, N, D]; returns their patterns, the zero one included."""
+        """Mine the banks of these rows from float [len(rows), H, N, D]; returns their patterns, the zero one too."""
         config = self.config
         if not config.num_patterns:
             return 1

@@ -1,7 +1,7 @@
 """The mathematics of PatternKV: mining, alignment, gates, residual quantization, packing. Pure functions on tensors.
 
-Shapes: B rows, H key/value heads, T tokens, D channels, m patterns. Everything is computed in float32. Source: PatternKV
-(arXiv 2510.05176); what is ours is marked [D].
+Shapes: B rows, H key/value heads, T tokens, D channels, m patterns. Everything is computed in float32. Source:
+PatternKV (arXiv 2510.05176); what is ours is marked [D].
 """
 
 import math
@@ -42,8 +42,8 @@ def mine_patterns(
     """Patterns of each head by k-means (Lloyd, squared distance, centroid = mean).
 
     It starts from distinct tokens drawn without replacement; a cluster without tokens is drawn again from a random
-    token; it stops when no centroid moves by more than `tolerance`, from the second iteration on. Rows are independent:
-    a row's patterns do not depend on its neighbours.
+    token; it stops when no centroid moves by more than `tolerance`, from the second iteration on. Rows are
+    independent: a row's patterns do not depend on its neighbours.
 
     Args:
         x: float [B, H, N, D].
@@ -92,7 +92,7 @@ def new_pattern(window: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def assign_nearest(x: torch.Tensor, patterns: torch.Tensor) -> torch.Tensor:
-    """Index of the pattern with the least squared distance, int64 [..., T] for x [..., T, D]; a tie takes the lowest."""
+    """Index of the pattern with the least squared distance, int64 [..., T] for x [..., T, D]; ties: the lowest."""
     x, patterns = x.float(), patterns.float()
     size = (patterns * patterns).sum(-1)[..., None, :]
     step = max(1, _BLOCK_ELEMENTS // max(1, patterns.shape[:-1].numel()))
@@ -136,11 +136,11 @@ def gate_threshold(channels: int) -> float:
 
 
 def gate_accepts(rho: torch.Tensor, channels: int) -> torch.Tensor:
-    """Whether subtracting a pattern lowers the rounding error significantly: 1 - rho^2 >= 2 z / sqrt(5 D) sqrt(1 + rho^4).
+    """Whether subtracting a pattern lowers the rounding error significantly.
 
-    rho is the range of the residual over the range of the value. A uniform error of step s has mean square s^2 / 12 with
-    variance s^4 / 180; over D channels the saving s^2 (1 - rho^2) / 12 has standard error s^2 sqrt(1 + rho^4) /
-    sqrt(180 D), and z = 1.645 asks for 95%.
+    1 - rho^2 >= 2 z / sqrt(5 D) sqrt(1 + rho^4), rho the range of the residual over the range of the value. A uniform
+    error of step s has mean square s^2 / 12 with variance s^4 / 180; over D channels the saving s^2 (1 - rho^2) / 12
+    has standard error s^2 sqrt(1 + rho^4) / sqrt(180 D), and z = 1.645 asks for 95%.
     """
     return 1 - rho.square() >= 2 * Z_95 / math.sqrt(5 * channels) * (1 + rho.square().square()).sqrt()
 
@@ -167,8 +167,8 @@ def quantize_groups(y: torch.Tensor, bits: int, *, group: int, axis: int, fit: s
         bits: 2, 4 or 8.
         group: Members of a group; divides the axis.
         axis: -2 groups tokens per channel (keys), -1 groups channels per token (values).
-        fit: "minmax", or "mse" [D]: scale and zero by least squares on the codes, in turns, from the range and from two
-            narrower ones; the least squared error of all wins, so it is never above that of "minmax".
+        fit: "minmax", or "mse" [D]: scale and zero by least squares on the codes, in turns, from the range and from
+            two narrower ones; the least squared error of all wins, so it is never above that of "minmax".
 
     Returns:
         codes uint8 [..., T, D]; scale and zero [..., T / group, D] for axis -2, [..., T, D / group] for axis -1.
