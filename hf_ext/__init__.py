@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 # Module that defines them -> public names. One line per method.
 _EXPORTS = {
+    "hf_ext.cache_impls.patternkv": ["PatternKVCache", "PatternKVConfig"],
     "hf_ext.quantizers.mxfp4": [
         "MXFP4Config",
         "MXFP4HfQuantizer",
@@ -46,6 +47,8 @@ __getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=_WINGS, ne
 _registration.install()
 
 if TYPE_CHECKING:  # for editors and type checkers only; a test keeps it equal to _EXPORTS
+    from hf_ext.cache_impls.patternkv import PatternKVCache as PatternKVCache
+    from hf_ext.cache_impls.patternkv import PatternKVConfig as PatternKVConfig
     from hf_ext.kernel_lookup import load_kernel as load_kernel
     from hf_ext.publishing import publish_kernel as publish_kernel
     from hf_ext.publishing import publish_model as publish_model

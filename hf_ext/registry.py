@@ -73,6 +73,7 @@ METHODS: tuple[Method, ...] = (
         wing="kernels",
         title="Decode attention straight over a packed PatternKV cache",
         summary="Triton kernel of the patternkv cache",
+        status="available",
         venue="",
     ),
     Method(
@@ -86,7 +87,8 @@ METHODS: tuple[Method, ...] = (
         name="patternkv",
         wing="cache_impls",
         title="PatternKV: Flattening KV Representation Expands Quantization Headroom",
-        summary="2- and 4-bit KV cache that quantizes the residual to mined patterns",
+        summary="2-, 4- and 8-bit KV cache that quantizes the residual to mined patterns",
+        status="available",
         arxiv="2510.05176",
     ),
     Method(
