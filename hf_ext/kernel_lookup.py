@@ -38,6 +38,7 @@ class KernelEntry(NamedTuple):
 
 KERNELS: dict[str, KernelEntry] = {
     "mxfp4_gemm": KernelEntry("hf-ext/mxfp4_gemm", 1, "hf_ext.quantizers.mxfp4.reference"),
+    "patternkv_attention": KernelEntry("hf-ext/patternkv_attention", 1, "hf_ext.cache_impls.patternkv.reference"),
 }
 
 

@@ -8,15 +8,41 @@ from hf_ext.benchmarks.report import markdown_table
 __all__ = ["instructions_per_code", "macro_cost", "section"]
 
 
-def instructions_per_code(row: dict[str, Any]) -> float | None:
-    """Instructions of all threads in a step along K, per 4-bit code of the weight in it; None where no loop has a dot.
+# What a configuration's name holds, and what a step is, kernel by kernel.
+_NAMES = {
+    "mxfp4_gemm": (
+        "A name holds the macro block (W4A4: of the inputs and of the weight), the tile M x N x K, warps and stages; "
+        "*in a step* counts one iteration of the loop along K, and *per code* spreads it over the weight codes that "
+        "the iteration decodes."
+    ),
+    "patternkv_attention": (
+        "A name holds the head dimension, the bits of keys and values, the tokens of a key group, the tokens of a "
+        "tile, warps and stages; *packed* is the kernel without the dense tokens, the only loop of which is the one "
+        "over packed tokens: *in a step* counts one tile, and *per code* spreads it over the tile's codes, keys and "
+        "values together."
+    ),
+}
 
-    That is loop * threads / (BLOCK_N * BLOCK_K): loads, decoding, the dot and the loop itself together.
+
+def instructions_per_code(row: dict[str, Any]) -> float | None:
+    """Instructions of all threads in a step, per code that the step decodes; None where that loop was not counted.
+
+    A step along K of a product decodes BLOCK_N * BLOCK_K codes, a tile of attention BLOCK_T keys and as many values.
+    Loads, decoding, the dot and the loop itself are counted together.
     """
-    tile = row["tile"]
-    if not row.get("loop") or not {"BLOCK_N", "BLOCK_K"} <= set(tile):
+    tile, loop = row["tile"], _loop(row)
+    if loop and {"BLOCK_N", "BLOCK_K"} <= set(tile):
+        return loop * row["threads"] / (tile["BLOCK_N"] * tile["BLOCK_K"])
+    if loop and {"BLOCK_T", "HEAD_DIM"} <= set(tile):
+        return loop * row["threads"] / (2 * tile["BLOCK_T"] * tile["HEAD_DIM"])
+    return None
+
+
+def _loop(row: dict[str, Any]) -> int | None:
+    """Instructions of a step; None where the shortest loop, the one counted, is not the one over codes."""
+    if row.get("kernel") == "patternkv_attention" and "-packed-" not in row["name"]:
         return None
-    return row["loop"] * row["threads"] / (tile["BLOCK_N"] * tile["BLOCK_K"])
+    return row.get("loop") or None
 
 
 def macro_cost(rows: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
@@ -36,15 +62,28 @@ def macro_cost(rows: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
 
 
 def section(rows: list[dict[str, Any]], plots: Path) -> str:
-    """A table of the default configurations, and one of what macro blocks cost.
+    """A table of the default configurations of each kernel, and one of what macro blocks cost.
 
     Args:
         rows: all rows of the data file.
         plots: unused; there are none.
     """
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    parts = [
+        "## Kernels, compiled ahead of time\n",
+        f"Made by `hf-ext bench static_kernels` with triton {rows[0]['triton']}, without a GPU: every shipped "
+        f"configuration is compiled for {', '.join(targets)}, and the machine code is counted. The tables have the "
+        "default configurations.",
+    ]
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        parts.append(_kernel_section(kernel, [row for row in rows if row["kernel"] == kernel]))
+    return "\n".join(parts) + "\n"
+
+
+def _kernel_section(kernel: str, rows: list[dict[str, Any]]) -> str:
+    targets = list(dict.fromkeys(row["target"] for row in rows))
     spilled = sum(row["spilled_bytes"] for row in rows)
     most = max(row["shared_bytes"] for row in rows) / 1024
-    targets = list(dict.fromkeys(row["target"] for row in rows))
     cells = []
     for row in rows:
         if row["default"]:
@@ -57,19 +96,16 @@ def section(rows: list[dict[str, Any]], plots: Path) -> str:
                     row["spilled_bytes"],
                     f"{row['shared_bytes'] / 1024:.1f}",
                     row.get("total", ""),
-                    row.get("loop") or "",
+                    _loop(row) or "",
                     "" if per_code is None else f"{per_code:.1f}",
                     ", ".join(row["matrix_instructions"]),
                 ]
             )
     head = ["configuration", "target", "registers", "spilled bytes", "shared KiB", "instructions", "in a step"]
+    text = f"{len(rows)} compilations, {spilled} bytes spilled, at most {most:.1f} KiB of shared memory."
     parts = [
-        "## Kernels, compiled ahead of time\n",
-        f"Made by `hf-ext bench static_kernels` with triton {rows[0]['triton']}, without a GPU: {len(rows)} "
-        f"compilations (every shipped configuration for {', '.join(targets)}), {spilled} bytes spilled, at most "
-        f"{most:.1f} KiB of shared memory. Below are the default configurations. A name holds the macro block (W4A4: "
-        "of the inputs and of the weight), the tile M x N x K, warps and stages; *in a step* counts one iteration of "
-        "the loop along K, and *per code* spreads it over the weight codes that the iteration decodes.\n",
+        f"\n### {kernel}\n",
+        f"{text} {_NAMES.get(kernel, '')}".rstrip() + "\n",
         markdown_table([*head, "per code", "matrix instruction"], cells),
     ]
     costs = macro_cost(rows)
@@ -88,4 +124,4 @@ def section(rows: list[dict[str, Any]], plots: Path) -> str:
             "Loads of codes and matrix instructions stay the same, so time grows by less wherever those are what it "
             "goes to; it has not been measured.\n\n" + table
         )
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts)

@@ -1,6 +1,7 @@
 """Every shipped configuration compiled for the GPUs it ships for: no spills, little shared memory, no growth."""
 
 import json
+import re
 
 import pytest
 
@@ -96,6 +97,19 @@ def test_blackwell_multiplies_the_codes_as_they_are(macro):
         assert list(report.matrix_instructions) == ["tcgen05.mma.cta_group::1.kind::mxf4.block_scale.block32"]
 
 
+def test_attention_needs_at_most_64_kib_of_shared_memory_and_reads_codes_by_16_bytes():
+    """Codes of 128 channels: 32 bytes a token or more, copied past the registers where there is a copy for it."""
+    folder = kernel_folder("patternkv_attention")
+    assert all(row["shared_bytes"] <= 64 * 1024 for key, row in KNOWN.items() if key[0] == "patternkv_attention")
+    for config in aot_configs(folder):
+        if config["name"].startswith("attend-bf16-d128-") and "-packed-" in config["name"] and config["default"]:
+            text = compile_config(config, "sm_80").text
+            # `.cg` copies 16 bytes and nothing else: codes and key scales; `.ca` the rows of the banks.
+            assert "cp.async.cg.shared.global" in text
+            # Single bytes are ids and the mask alone: at most one a row and thread, in the prologue and in the loop.
+            assert len(re.findall(r"ld\.global\S*\.[bu]8\b", text)) <= 24
+
+
 def test_hopper_uses_warp_group_products_from_one_row_on():
     for config in aot_configs(kernel_folder("mxfp4_gemm")):
         if config["name"].startswith("w4a16-bf16"):
@@ -168,6 +182,12 @@ def test_instructions_are_spread_over_the_codes_of_a_step():
     assert instructions_per_code(row) == 10
     assert instructions_per_code({**row, "loop": 0}) is None
     assert instructions_per_code({**row, "tile": {"ROWS": 16}}) is None
+
+
+def test_instructions_of_attention_are_counted_where_the_only_loop_is_that_over_packed_tokens():
+    row = {"kernel": "patternkv_attention", "loop": 640, "threads": 128, "tile": {"BLOCK_T": 64, "HEAD_DIM": 64}}
+    assert instructions_per_code({**row, "name": "attend-d64-packed-t64"}) == 10
+    assert instructions_per_code({**row, "name": "attend-d64-t64"}) is None
 
 
 def test_the_cost_of_macro_blocks_compares_the_same_tile_on_the_same_target():

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -68,15 +69,40 @@ def test_get_kernel_finds_the_folder_through_the_librarys_own_redirection(fresh_
     assert fresh_python(code, env=environment, cwd=tmp_path).split() == ["119", "125"]
 
 
-def test_a_tensor_on_the_cpu_is_refused_without_the_interpreter():
-    kernel = get_local_kernel(kernel_folder("mxfp4_gemm"))
+def decode(kernel):
+    """Attention of one head over 32 packed tokens and a dense one, all zero."""
+
+    def zeros(*shape, dtype=torch.uint8):
+        return torch.zeros(1, 1, *shape, dtype=dtype)
+
+    half, full = torch.float16, torch.float32
+    side = (zeros(32, 8), zeros(1, 32, dtype=half), zeros(1, 32, dtype=half), zeros(32), zeros(1, 32, dtype=full))
+    values = (side[0], zeros(32, 1, dtype=half), zeros(32, 1, dtype=half), *side[3:])
+    dense = zeros(1, 32, dtype=full)
+    sizes = {"key_bits": 2, "value_bits": 2, "group_size": 32, "value_group_size": 32, "scaling": 1.0}
+    return kernel.decode_attention(dense[:, 0], *side, *values, dense, dense, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("mxfp4_gemm", lambda kernel: kernel.quantize(torch.ones(1, 32))), ("patternkv_attention", decode)],
+    ids=NAMES,
+)
+def test_a_tensor_on_the_cpu_is_refused_without_the_interpreter(name, call):
+    kernel = get_local_kernel(kernel_folder(name))
     with pytest.raises(RuntimeError, match="^Triton kernels need an accelerator; use source='reference'$"):
-        kernel.quantize(torch.ones(1, 32))
+        call(kernel)
+
+
+def test_the_attention_of_zeros_is_the_logarithm_of_their_number():
+    out, lse = decode(load_kernel("patternkv_attention", "reference"))
+    assert not out.any() and lse.item() == pytest.approx(math.log(33))
 
 
 @pytest.mark.slow
-def test_the_librarys_own_runner_takes_the_benchmark_and_finds_its_results_right(tmp_path):
-    folder = kernel_folder("mxfp4_gemm")
+@pytest.mark.parametrize(("name", "count"), [("mxfp4_gemm", 6), ("patternkv_attention", 3)], ids=NAMES)
+def test_the_librarys_own_runner_takes_the_benchmark_and_finds_its_results_right(name, count, tmp_path):
+    folder = kernel_folder(name)
     command = [Path(sys.executable).parent / "kernels", "benchmark", folder, "--iterations", "1", "--warmup", "0"]
     result = subprocess.run(
         [*command, "--output", tmp_path / "out.json"],
@@ -86,7 +112,7 @@ def test_the_librarys_own_runner_takes_the_benchmark_and_finds_its_results_right
     )
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "out.json").read_text("utf-8"))["results"]
-    assert len(results) == 6 and all(row["verified"] for row in results), results
+    assert len(results) == count and all(row["verified"] for row in results), results
 
 
 def test_the_command_names_the_bundled_kernels_when_a_folder_does_not_exist(capsys):
