@@ -46,6 +46,11 @@ class PackedKV:
         """Visibility of packed and dense tokens, bool [B, P + E], from a mask over columns [B, 1, 1, seen] or None."""
         start, packed, sinks, longest, tail, seen = self._geometry
         if attention_mask is not None:
+            if attention_mask.ndim != 4 or attention_mask.shape[1] != 1:
+                raise ValueError(
+                    'the attention implementation "patternkv" takes masks [rows, 1, queries, columns], one for all '
+                    f"heads, and got {list(attention_mask.shape)}"
+                )
             attention_mask = _visible(attention_mask)[:, 0, -1, :seen]
         if self._even:
             # Sinks are the first columns, but stand behind the packed tokens here.
@@ -90,9 +95,22 @@ class PackedKV:
 
 
 _NO_TENSOR = (
-    "this model uses {use} of the keys or values that the cache returned before it attends to them, which packed "
-    "states do not have; build the cache with PatternKVConfig(return_packed=False)"
+    "packed keys and values are no tensors, and {use} was asked of them: call "
+    'model.set_attn_implementation("patternkv") if another one is set; for a model that works on them before it '
+    "attends, build the cache with PatternKVConfig(return_packed=False)"
 )
+
+
+def _refuse(name: str) -> Any:
+    def operator(self, *args):
+        raise TypeError(_NO_TENSOR.format(use=f"`{name}`"))
+
+    return operator
+
+
+# Python looks operators up on the class, past `__getattr__`.
+for _operator in ("getitem", "len", "iter", "matmul", "add", "radd", "sub", "mul", "rmul", "truediv", "neg"):
+    setattr(PackedKV, f"__{_operator}__", _refuse(f"__{_operator}__"))
 
 
 def _visible(mask: torch.Tensor) -> torch.Tensor:
@@ -128,7 +146,7 @@ def packed_attention(
         key, value: `PackedKV`, or tensors [B, Hk, S, D].
         attention_mask: bool [B, 1, T, S] or None.
         scaling: Of the logits. Default: D ** -0.5.
-        dropout: Only without packed states.
+        dropout: Only in plain attention, without packed states, softcap and s_aux.
         softcap, s_aux: Cap of the logits, and one extra logit per head that takes weight and has no value.
 
     Returns:
@@ -140,9 +158,9 @@ def packed_attention(
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        if dropout:
-            raise ValueError(f'"patternkv" has no dropout ({dropout}) beside softcap or s_aux: it is for inference')
+        _check_dropout(dropout)
         return _dense_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
+    _check_dropout(dropout)
     kernel = _kernel(query.device.type)
     output, lse = kernel.decode_attention(
         query[:, :, 0],
@@ -162,6 +180,14 @@ def packed_attention(
     if s_aux is not None:
         output = output * torch.sigmoid(lse - s_aux.float().view(1, -1))[..., None].to(output.dtype)
     return output[:, None], None
+
+
+def _check_dropout(dropout: float) -> None:
+    if dropout:
+        raise ValueError(
+            f'the attention implementation "patternkv" has no dropout ({dropout}) over packed states, softcap or '
+            "s_aux: call model.eval()"
+        )
 
 
 def _dense_attention(query, key, value, mask, scaling: float, softcap: float | None, s_aux) -> torch.Tensor:

@@ -1,34 +1,32 @@
 """PatternKV as a transformers `Cache`."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    DynamicSlidingWindowLayer,
-    get_layer_types_and_kwargs,
-)
-
-from hf_ext.runlog import write_json
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from .configuration import PatternKVConfig
+from .files import read_facts, read_layers, stored_config, tensors_of, write_cache
 from .layer import PatternKVLayer
 
 __all__ = ["PatternKVCache"]
 
-CONFIG_NAME = "patternkv_config.json"
-TENSORS_NAME = "patternkv_cache.safetensors"
-FORMAT = 1
 # Models whose attention layers work on the keys or values that the cache returned: they get dense ones.
-_DENSE_MODELS = ("gemma3n", "gemma4", "doge", "jetmoe", "diffllama", "moonshine")
+_DENSE_MODELS = (
+    "diffllama",
+    "doge",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "idefics",
+    "inkling",
+    "jetmoe",
+    "minimax_m3_vl",
+    "moonshine",
+)
 
 
 class PatternKVCache(Cache):
@@ -72,7 +70,7 @@ class PatternKVCache(Cache):
         if "full_attention" not in kinds:
             raise ValueError(
                 f"no layer of model_type={decoder.model_type!r} has full attention (found "
-                f"{', '.join(sorted(set(kinds)))}): its states are bounded already; use DynamicCache"
+                f"{', '.join(sorted(set(kinds)))}), so there is nothing to quantize; use DynamicCache"
             )
         # Ids that a cache from a file was filled with, if they were kept.
         self.token_ids: list[list[int]] | None = None
@@ -99,6 +97,16 @@ class PatternKVCache(Cache):
                 f"layer {layer_idx} of a cache that was built for {len(self.layers)} layers of "
                 f"model_type={self.model_facts['model_type']!r}: it belongs to another model"
             )
+        first, *others = self.packed_layers
+        if layer_idx == first:
+            seen = self.layers[first].seen
+            behind = [index for index in others if self.layers[index].seen != seen]
+            if behind:
+                raise ValueError(
+                    f"layer {first} of the cache has seen {seen} tokens and layer {behind[0]} "
+                    f"{self.layers[behind[0]].seen}: the cache belongs to a model of {len(self.layers)} layers, or a "
+                    "forward pass was interrupted; call `reset()` or make a new cache"
+                )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
@@ -112,27 +120,29 @@ class PatternKVCache(Cache):
         """Bytes that the cache keeps allocated, beside those of full states.
 
         Returns:
-            `bytes` (all storages, spare room of growing buffers included), `full_bytes` (the same tokens in a
-            `DynamicCache`), `ratio` (full over kept), `bits_per_element` (of packed tokens: codes, scales, ids and
-            patterns, in use), and by part: `packed_bytes`, `dense_bytes` (sinks and tails), `other_bytes` (layers of
-            the host), `spare_bytes`; `tokens` and `packed_tokens` (per row, the most), `patterns` (per head, the
-            most).
+            `bytes` (all storages on the device, spare room of growing buffers included), `host_bytes` (of offloaded
+            layers), `full_bytes` (the same tokens in a `DynamicCache`), `ratio` (full over `bytes`),
+            `bits_per_element` (of packed tokens: codes, scales, ids and patterns, in use), and by part:
+            `packed_bytes`, `dense_bytes` (sinks and tails), `other_bytes` (layers of the host), `spare_bytes`;
+            `tokens` and `packed_tokens` (per row, the most), `patterns` (per head, the most).
         """
         storages: dict[int, int] = {}
+        offloaded: dict[int, int] = {}
         full = in_use = elements = dense = other = packed_total = 0
         for layer in self.layers:
-            if not getattr(layer, "is_initialized", False):
-                continue
             if not isinstance(layer, PatternKVLayer):
-                held = [tensor for tensor in _tensors_of(layer).values()]
+                held = [tensor for tensor in tensors_of(layer).values()]
                 other += sum(tensor.numel() * tensor.element_size() for tensor in held)
                 full += sum(tensor.numel() * tensor.element_size() for tensor in held)
                 storages |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.numel()}
                 continue
+            if not layer.is_initialized:
+                continue
             rows = len(layer.start)
             for tensor in layer.tensors().values():
                 if tensor.numel():
-                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                    place = storages if tensor.device.type == torch.device(layer.device).type else offloaded
+                    place[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             for side in (layer.keys, layer.values):
                 full += rows * side.shape[1] * layer.seen * side.shape[3] * side.element_size()
             dense += sum(
@@ -147,15 +157,14 @@ class PatternKVCache(Cache):
             ):
                 if not longest:
                     continue
-                for name, tensor in states.view(longest)._asdict().items():
-                    used = tensor[:, :, : max(counts)] if name == "bank" else tensor
-                    in_use += _bytes(used)
+                in_use += states.bytes_in_use(longest, max(counts))
                 packed_total += sum(_bytes(tensor) for tensor in states.tensors.values())
                 elements += rows * states.codes.shape[1] * longest * states.channels
         layers = self.packed_layers.values()
         kept = sum(storages.values())
         return {
             "bytes": kept,
+            "host_bytes": sum(offloaded.values()),
             "full_bytes": full,
             "ratio": full / kept if kept else 1.0,
             "bits_per_element": 8 * in_use / elements if elements else None,
@@ -182,40 +191,7 @@ class PatternKVCache(Cache):
         Raises:
             ValueError: A layer keeps a state that is not made of keys and values (linear attention).
         """
-        folder = Path(save_directory)
-        tensors, layers = {}, []
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, PatternKVLayer):
-                facts = {name: getattr(layer, name) for name in _LAYER_FACTS}
-                found = layer.tensors() if layer.is_initialized else {}
-            elif isinstance(layer, CacheLayerMixin) and type(layer) in (
-                DYNAMIC_LAYER_TYPE_MAPPING["full_attention"],
-                DynamicSlidingWindowLayer,
-            ):
-                facts = {"cumulative_length": getattr(layer, "cumulative_length", None)}
-                found = _tensors_of(layer)
-            elif not _tensors_of(layer) and not getattr(layer, "is_initialized", False):
-                facts, found = {}, {}
-            else:
-                raise ValueError(f"layer {index} is a {type(layer).__name__}, whose state is not written to files")
-            layers.append({"kind": type(layer).__name__, **facts})
-            tensors |= {f"layers.{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        ids = torch.as_tensor(token_ids).tolist() if token_ids is not None else self.token_ids
-        # The configuration goes last: a folder with one is whole.
-        (folder / CONFIG_NAME).unlink(missing_ok=True)
-        save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
-        write_json(
-            folder / CONFIG_NAME,
-            {
-                "format": FORMAT,
-                "model": self.model_facts,
-                "patternkv_config": self.patternkv_config.to_dict(),
-                "layers": layers,
-                "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
-                "token_ids": ids,
-            },
-        )
+        write_cache(self, Path(save_directory), token_ids)
 
     @classmethod
     def from_pretrained(
@@ -239,42 +215,15 @@ class PatternKVCache(Cache):
             ValueError: The files are damaged, of another model, configuration or version.
         """
         folder = Path(folder)
-        for name in (CONFIG_NAME, TENSORS_NAME):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder} has no {name}: it is not a cache that `save_pretrained` finished")
-        try:
-            stored = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-            version, facts, layers = stored["format"], stored["model"], stored["layers"]
-            shapes, fields = stored["tensors"], stored["patternkv_config"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / CONFIG_NAME} is not a PatternKV cache: {error!r}") from None
-        if version != FORMAT:
-            raise ValueError(f"{folder} has format {version!r}, and this version of hf_ext reads {FORMAT}")
-        kept = PatternKVConfig.from_dict(fields)
+        stored = read_facts(folder)
+        kept = stored_config(folder, stored)
         if patternkv_config is not None:
             other = patternkv_config.to_dict() | {"return_packed": kept.return_packed}
-            differing = [name for name, value in kept.to_dict().items() if other[name] != value]
-            if differing:
-                listed = ", ".join(f"{name}={fields[name]!r}, not {other[name]!r}" for name in differing)
-                raise ValueError(f"{folder} was written with {listed}")
+            _compare(f"{folder} was written with", kept.to_dict(), other)
             kept = patternkv_config
         cache = cls(config, kept)
-        differing = [name for name, value in cache.model_facts.items() if facts.get(name) != value]
-        if differing:
-            listed = ", ".join(f"{name}={facts.get(name)!r}, not {cache.model_facts[name]!r}" for name in differing)
-            raise ValueError(f"{folder} is of another model: {listed}")
-        try:
-            with safe_open(folder / TENSORS_NAME, framework="pt", device=str(device)) as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except Exception as error:
-            raise ValueError(f"{folder / TENSORS_NAME} cannot be read: {error}") from None
-        if {name: list(tensor.shape) for name, tensor in tensors.items()} != shapes:
-            raise ValueError(f"{folder / TENSORS_NAME} does not hold the tensors that {CONFIG_NAME} lists")
-        for index, (layer, facts) in enumerate(zip(cache.layers, layers)):
-            prefix = f"layers.{index}."
-            found = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            _restore(layer, facts, found)
-        cache.token_ids = stored.get("token_ids")
+        _compare(f"{folder} is of another model:", stored["model"], cache.model_facts)
+        read_layers(cache, folder, stored, device)
         return cache
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None, **options: Any) -> str:
@@ -293,7 +242,11 @@ class PatternKVCache(Cache):
         return str(url)
 
 
-_LAYER_FACTS = ("start", "packed", "key_patterns", "value_patterns", "seen", "record_past", "is_initialized")
+def _compare(what: str, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    differing = [name for name, value in wanted.items() if stored.get(name) != value]
+    if differing:
+        listed = ", ".join(f"{name}={stored.get(name)!r}, not {wanted[name]!r}" for name in differing)
+        raise ValueError(f"{what} {listed}")
 
 
 def _facts(config: PreTrainedConfig, kinds: list[str]) -> dict[str, Any]:
@@ -313,39 +266,3 @@ def _facts(config: PreTrainedConfig, kinds: list[str]) -> dict[str, Any]:
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of what a tensor shows; one that repeats an element without storing it counts that element."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _tensors_of(layer: Any) -> dict[str, torch.Tensor]:
-    """Tensors among the attributes of a layer of the host."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in vars(layer).items():
-        if isinstance(value, torch.Tensor) and not name.startswith("_"):
-            found[name] = value
-        elif isinstance(value, (list, tuple)):
-            found |= {f"{name}.{i}": item for i, item in enumerate(value) if isinstance(item, torch.Tensor)}
-    return found
-
-
-def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Put what a file holds of a layer into a new one."""
-    if facts["kind"] != type(layer).__name__:
-        raise ValueError(f"the file has a {facts['kind']} where this model has a {type(layer).__name__}")
-    if not tensors:
-        return
-    if not isinstance(layer, PatternKVLayer):
-        layer.lazy_initialization(tensors["keys"], tensors["values"])
-        layer.keys, layer.values = tensors["keys"], tensors["values"]
-        if facts["cumulative_length"] is not None:
-            layer.cumulative_length = facts["cumulative_length"]
-        return
-    layer.lazy_initialization(tensors["keys"], tensors["values"])
-    for name in _LAYER_FACTS:
-        setattr(layer, name, facts[name])
-    for name in ("keys", "values", "sink_keys", "sink_values"):
-        setattr(layer, name, tensors.get(name))
-    for states, side, like in (
-        (layer.key_states, "key", layer.keys),
-        (layer.value_states, "value", layer.values),
-    ):
-        if f"{side}_codes" in tensors:
-            states.adopt(like, {name: tensors[f"{side}_{name}"] for name in states.NAMES})

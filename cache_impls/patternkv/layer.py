@@ -1,5 +1,6 @@
 """One layer of a PatternKV cache: sinks, packed windows, and a tail in full precision, per row."""
 
+import copy
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class PatternKVLayer(DynamicLayer):
         """Take dtype, device and shapes from the first states [B, H, T, D]."""
         self.device = key_states.device
         self.dtype = key_states.dtype
-        self.keys = key_states[:, :, :0]
-        self.values = value_states[:, :, :0]
+        self.keys = key_states.detach()[:, :, :0]
+        self.values = value_states.detach()[:, :, :0]
         self.config.value_group(value_states.shape[-1])
         for name, bits, size in (
             ("nbits_key", self.config.nbits_key, key_states.shape[-1]),
@@ -95,8 +96,9 @@ class PatternKVLayer(DynamicLayer):
                     f'length, but they are padded by {self.start} tokens; use bank_scope="sequence"'
                 )
         fresh = self.seen == 0
-        self.keys = torch.cat([self.keys, key_states], dim=2)
-        self.values = torch.cat([self.values, value_states], dim=2)
+        # What is kept has no gradient: the codes would have none, and a graph would stay alive as long as the cache.
+        self.keys = torch.cat([self.keys, key_states.detach()], dim=2)
+        self.values = torch.cat([self.values, value_states.detach()], dim=2)
         self.seen += tokens
         if fresh:
             result = key_states, value_states
@@ -119,6 +121,11 @@ class PatternKVLayer(DynamicLayer):
                 raise ValueError(
                     f"the cache holds {name} states of {old.shape[1]} heads of {old.shape[3]} channels and got "
                     f"{new.shape[1]} of {new.shape[3]}: it belongs to another model"
+                )
+            if new.dtype != old.dtype:
+                raise ValueError(
+                    f"the cache holds {name} states in {old.dtype} and got {new.dtype}: load the model with "
+                    f"dtype={old.dtype}, or make a new cache"
                 )
 
     def _returns_packed(self) -> bool:
@@ -245,6 +252,13 @@ class PatternKVLayer(DynamicLayer):
 
     # --- what generation does to a cache ---
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PatternKVLayer":
+        # The options and the model's config are the model's and the user's own objects, not this cache's.
+        memo |= {id(self.config): self.config, id(self.attention): self.attention}
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        vars(twin).update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
+        return twin
+
     def reset(self) -> None:
         """Forget everything, patterns included."""
         super().reset()
@@ -274,9 +288,11 @@ class PatternKVLayer(DynamicLayer):
             return
         if any(self._first_column(row) > left for row in range(len(self.start))):
             self._unpack_beyond(left)
-        tail = self.keys.shape[2] + tokens_to_remove
+        tail = max(0, self.keys.shape[2] + tokens_to_remove)
         self.keys, self.values = self.keys[:, :, :tail], self.values[:, :, :tail]
         self.seen = left
+        # A row of which only padding is left begins with what comes next.
+        self.start = [min(start, left) for start in self.start]
         if self.record_past:
             self._flush()
 
@@ -294,8 +310,10 @@ class PatternKVLayer(DynamicLayer):
             if most:
                 states.shorten(most)
             for row, packed in enumerate(self.packed):
-                if not packed:
-                    counts[row] = 1
+                # Those of windows that are gone may be written over; the mined ones stay.
+                mined = min(self.config.num_patterns, counts[row] - 1)
+                used = int(states.ids[row, :, :packed].max()) if packed else 0
+                counts[row] = 1 + max(mined, used) if packed else 1
         if not most:
             self.sink_keys = self.sink_values = None
             self.key_states = PackedStates(self.config, "key")

@@ -84,14 +84,19 @@ class PackedStates:
         self.scale = empty(rows, heads, *grouped, dtype=torch.float16)
         self.zero = empty(rows, heads, *grouped, dtype=torch.float16)
         self.ids = empty(rows, heads, tokens, dtype=torch.uint8)
-        if not self.config.num_patterns:  # all ids are 0: one byte stands for them
-            self.ids = empty(1, 1, 1, dtype=torch.uint8).expand(rows, heads, tokens)
+        self._share_ids()
+
+    def _share_ids(self) -> None:
+        """Without patterns all ids are 0: let one byte stand for them."""
+        if not self.config.num_patterns:
+            self.ids = self.codes.new_zeros(1, 1, 1, dtype=torch.uint8).expand(self.codes.shape[:3])
 
     def adopt(self, like: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         """Take tensors that were written to a file, for states like `like`."""
         self.allocate(like[:, :, :0], 0)
         for name in self.NAMES:
             setattr(self, name, tensors[name])
+        self._share_ids()
 
     def reserve(self, tokens: int) -> None:
         """Grow the buffers until they hold `tokens` tokens, by whole blocks of windows."""
@@ -103,12 +108,12 @@ class PackedStates:
         for name in ("codes", "scale", "zero", "ids"):
             old = getattr(self, name)
             if name == "ids" and not self.config.num_patterns:
-                self.ids = old[:1, :1, :1].expand(*old.shape[:2], capacity)
                 continue
             length = capacity // self.group if name in ("scale", "zero") and self.axis == -2 else capacity
             new = old.new_zeros(*old.shape[:2], length, *old.shape[3:])
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
+        self._share_ids()
 
     def view(self, tokens: int) -> PackedView:
         """The first `tokens` tokens, without copies."""
@@ -120,6 +125,18 @@ class PackedStates:
             self.ids[:, :, :tokens],
             self.bank,
         )
+
+    def bytes_in_use(self, tokens: int, patterns: int) -> int:
+        """Bytes of the first `tokens` tokens and `patterns` patterns: spare room of growing buffers left out."""
+        used = self.view(tokens)
+        used = used._replace(bank=used.bank[:, :, :patterns])
+        # One byte may stand for all ids.
+        return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in used)
+
+    def bits_in_use(self, tokens: int, patterns: int) -> float:
+        """The same in bits per element."""
+        rows, heads = self.codes.shape[:2]
+        return 8 * self.bytes_in_use(tokens, patterns) / (rows * heads * tokens * self.channels)
 
     # --- writing ---
 
@@ -273,14 +290,19 @@ class PackedStates:
         for name, tensor in self.tensors.items():
             if name != "bank" or self.config.bank_scope == "sequence":
                 setattr(self, name, tensor.index_select(0, indices.to(tensor.device)))
+        if self.codes is not None:
+            self._share_ids()
 
     def to(self, device: torch.device | str) -> None:
         """Move every buffer."""
         for name, tensor in self.tensors.items():
             setattr(self, name, tensor.to(device, non_blocking=True))
+        if self.codes is not None:
+            self._share_ids()
 
     def shorten(self, tokens: int) -> None:
         """Release what stands behind the first `tokens` tokens."""
         for name, tensor in self.view(tokens)._asdict().items():
             if name != "bank":
                 setattr(self, name, tensor.clone())
+        self._share_ids()
