@@ -17,7 +17,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_ext.cache_impls.patternkv import PatternKVCache, PatternKVConfig
+from hf_ext import PatternKVCache, PatternKVConfig
 from hf_ext.benchmarks.language_model import fetch_smollm2, load_text
 
 QUESTIONS = ["What does the `yield` keyword do?", "Which statement handles exceptions?"]
@@ -26,7 +26,7 @@ QUESTIONS = ["What does the `yield` keyword do?", "Which statement handles excep
 def read(model, tokenizer, document: str, tokens: int) -> tuple[PatternKVCache, torch.Tensor]:
     """The cache of the first `tokens` tokens of a document, and their ids [1, T]."""
     ids = tokenizer(document, return_tensors="pt", verbose=False).input_ids[:, :tokens]
-    cache = PatternKVCache(model.config, PatternKVConfig.fitted())
+    cache = PatternKVCache(model.config, PatternKVConfig())
     with torch.inference_mode():
         # One call: later parts of a prompt would see earlier ones rounded.
         model(input_ids=ids, cache=cache, logits_to_keep=1)

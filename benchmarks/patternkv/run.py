@@ -28,7 +28,7 @@ PROMPT, SCORED = 4100, 256  # 4 sinks and 32 windows: no tail, so that every pro
 FIRST = 516  # of a prompt whose other tokens are decoded
 SPEED_TOKENS = 8196
 _MODULES = {"optimum-quanto": "optimum.quanto", "hqq": "hqq"}
-_SPEED = ("transformers quanto 2 bit", "transformers hqq 2 bit", "KIVI 2 bit, g 128", "PatternKV fitted()")
+_SPEED = ("transformers quanto 2 bit", "transformers hqq 2 bit", "KIVI 2 bit, g 128", "PatternKV default")
 
 
 def main(
@@ -44,7 +44,7 @@ def main(
 ) -> None:
     """PatternKV, KIVI, transformers' quantized caches and a rotated codebook on five texts; half an hour.
 
-    Example: `hf-ext bench patternkv --texts news --settings fitted,KIVI`
+    Example: `hf-ext bench patternkv --texts news --settings default,KIVI`
     """
     chosen = {name: s for name, s in SETTINGS.items() if any(part in name for part in settings.split(","))}
     if not chosen:

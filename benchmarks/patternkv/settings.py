@@ -78,13 +78,13 @@ SETTINGS: dict[str, Setting] = {
     "patterns off, fitted, g 64": _ours("fitted kivi", _kivi(64, "mse")),
     "patterns off, fitted, g 32": _ours("fitted kivi", _kivi(32, "mse")),
     "PatternKV paper()": _ours("paper", PatternKVConfig.paper(2), seeds=3),
-    "PatternKV default": _ours("patternkv", PatternKVConfig(), seeds=3, decoded=True),
-    "PatternKV default, 4 bit": _ours("patternkv", PatternKVConfig(nbits=4)),
-    "PatternKV fitted()": _ours("fitted", PatternKVConfig.fitted(), seeds=3, decoded=True),
-    "PatternKV fitted(), g 64": _ours("fitted", PatternKVConfig.fitted(group_size=64)),
-    "PatternKV fitted(), g 32": _ours("fitted", PatternKVConfig.fitted(group_size=32, group_size_value=64)),
-    "PatternKV fitted(), K4 V2": _ours("fitted", PatternKVConfig.fitted(nbits_key=4)),
-    "PatternKV fitted(), 4 bit": _ours("fitted", PatternKVConfig.fitted(4)),
+    "PatternKV, range scales": _ours("range", PatternKVConfig(scale_fit="minmax"), seeds=3, decoded=True),
+    "PatternKV, range scales, 4 bit": _ours("range", PatternKVConfig(nbits=4, scale_fit="minmax")),
+    "PatternKV default": _ours("default", PatternKVConfig(), seeds=3, decoded=True),
+    "PatternKV default, g 64": _ours("default", PatternKVConfig(group_size=64)),
+    "PatternKV default, g 32": _ours("default", PatternKVConfig(group_size=32, group_size_value=64)),
+    "PatternKV default, K4 V2": _ours("default", PatternKVConfig(nbits_key=4)),
+    "PatternKV default, 4 bit": _ours("default", PatternKVConfig(nbits=4)),
 }
 
 

@@ -18,8 +18,8 @@ PASSTHROUGH_BITS = 16
 class PatternKVConfig:
     """How a `PatternKVCache` quantizes keys and values. Never changed by a cache; one config serves many.
 
-    Marks: [P] the paper's choice, read in the authors' code; [D] a departure of ours. `PatternKVConfig.paper()` sets
-    all of [P]; `PatternKVConfig.fitted()` is the preset of ours that loses least at its size.
+    Marks: [P] the paper's choice, read in the authors' code; [D] a departure of ours. The defaults
+    are what loses least at its size where we measured; `PatternKVConfig.paper()` sets all of [P].
 
     Args:
         nbits (`int`, *optional*, defaults to 2):
@@ -51,8 +51,8 @@ class PatternKVConfig:
         new_pattern (`"midrange"`, `"mean"` or `"none"`, *optional*, defaults to `"midrange"`):
             The pattern that each window after the first flush adds: the middle of its range per channel [P], its mean,
             or none.
-        scale_fit (`"minmax"` or `"mse"`, *optional*, defaults to `"minmax"`):
-            Scales span the range of a group [P], or are fitted to its least squared error [D]; the layout is the same.
+        scale_fit (`"mse"` or `"minmax"`, *optional*, defaults to `"mse"`):
+            Scales are fitted to the least squared error of a group [D], or span its range [P]; the bytes are as many.
         bank_scope (`"sequence"` or `"batch"`, *optional*, defaults to `"sequence"`):
             One bank of patterns per row [D], or one mined from the mean over the batch [P], which needs rows of equal
             length. They are the same for one row.
@@ -88,7 +88,7 @@ class PatternKVConfig:
     value_gate: Literal["test", "narrower", "none"] = "test"
     key_gate: Literal["window", "none"] = "window"
     new_pattern: Literal["midrange", "mean", "none"] = "midrange"
-    scale_fit: Literal["minmax", "mse"] = "minmax"
+    scale_fit: Literal["minmax", "mse"] = "mse"
     bank_scope: Literal["sequence", "batch"] = "sequence"
     max_patterns: int | None = None
     mining_iters: int = 30
@@ -140,19 +140,15 @@ class PatternKVConfig:
 
     @classmethod
     def paper(cls, nbits: int = 2, **fields: Any) -> "PatternKVConfig":
-        """Every choice of the paper: no sinks, keys always use their pattern, one bank mined over the batch."""
-        chosen = {"sink_length": 0, "key_gate": "none", "bank_scope": "batch", "mining_max_tokens": None}
+        """Every choice of the paper: no sinks, scales from ranges, no gate of keys, one bank mined over the batch."""
+        chosen = {"sink_length": 0, "key_gate": "none", "scale_fit": "minmax", "bank_scope": "batch"}
+        chosen["mining_max_tokens"] = None
         return cls(nbits=nbits, **{**chosen, **fields})
-
-    @classmethod
-    def fitted(cls, nbits: int = 2, **fields: Any) -> "PatternKVConfig":
-        """Ours: scales fitted to the least squared error, in the same bytes. Fields as those of the class."""
-        return cls(nbits=nbits, **{"scale_fit": "mse", **fields})
 
     @classmethod
     def kivi(cls, nbits: int = 2, group_size: int = 32, **fields: Any) -> "PatternKVConfig":
         """KIVI's scheme in the same code: no patterns and no sinks."""
-        chosen = {"num_patterns": 0, "sink_length": 0, "new_pattern": "none"}
+        chosen = {"num_patterns": 0, "sink_length": 0, "new_pattern": "none", "scale_fit": "minmax"}
         return cls(nbits=nbits, group_size=group_size, **{**chosen, **fields})
 
     def value_group(self, head_dim: int) -> int:
