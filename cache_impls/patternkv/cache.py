@@ -75,6 +75,8 @@ class PatternKVCache(Cache):
         # Ids that a cache from a file was filled with, if they were kept.
         self.token_ids: list[list[int]] | None = None
         self.model_facts = _facts(decoder, kinds)
+        # What `save_pretrained` was told of the tokens, once read again.
+        self.token_ids: list | None = None
         attention = None if decoder.model_type.removesuffix("_text") in _DENSE_MODELS else decoder
         layers = [
             PatternKVLayer(self.patternkv_config, attention)
@@ -186,7 +188,7 @@ class PatternKVCache(Cache):
 
         Args:
             save_directory: Folder; made if need be.
-            token_ids: Ids [B, T] that the cache was filled with, kept so that a reader can tell what it holds.
+            token_ids: Ids [B, T] that the cache was filled with; `from_pretrained` gives them back as `token_ids`.
 
         Raises:
             ValueError: A layer keeps a state that is not made of keys and values (linear attention).
@@ -224,6 +226,7 @@ class PatternKVCache(Cache):
         cache = cls(config, kept)
         _compare(f"{folder} is of another model:", stored["model"], cache.model_facts)
         read_layers(cache, folder, stored, device)
+        cache.token_ids = stored.get("token_ids")
         return cache
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None, **options: Any) -> str:

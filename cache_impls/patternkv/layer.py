@@ -13,6 +13,11 @@ from .packed import PackedStates
 __all__ = ["PatternKVLayer"]
 
 
+def _plain_tensors(method: Any) -> Any:
+    """Make what a method keeps ordinary tensors: those of inference mode cannot be written to once it has ended."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
+
+
 class PatternKVLayer(DynamicLayer):
     """Keys and values of a full-attention layer, quantized to mined patterns once a window of them is complete.
 
@@ -135,6 +140,7 @@ class PatternKVLayer(DynamicLayer):
         # The private passthrough has no codes to attend over.
         return bool(choice) and max(self.config.nbits_key, self.config.nbits_value) <= 8 and any(self.packed)
 
+    @_plain_tensors
     def _flush(self) -> None:
         """Pack every whole window of the tail; with a past to record, the last window's worth of tokens stays."""
         config, length = self.config, self.config.residual_length
@@ -252,6 +258,7 @@ class PatternKVLayer(DynamicLayer):
 
     # --- what generation does to a cache ---
 
+    @_plain_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> "PatternKVLayer":
         # The options and the model's config are the model's and the user's own objects, not this cache's.
         memo |= {id(self.config): self.config, id(self.attention): self.attention}
@@ -296,6 +303,7 @@ class PatternKVLayer(DynamicLayer):
         if self.record_past:
             self._flush()
 
+    @_plain_tensors
     def _unpack_beyond(self, left: int) -> None:
         """Bring back into the tail what rows hold of the windows that reach beyond column `left`."""
         sinks, length = self.config.sink_length, self.config.residual_length
@@ -319,6 +327,7 @@ class PatternKVLayer(DynamicLayer):
             self.key_states = PackedStates(self.config, "key")
             self.value_states = PackedStates(self.config, "value")
 
+    @_plain_tensors
     def _select(self, indices: torch.Tensor) -> None:
         if not self.is_initialized:
             return
@@ -342,8 +351,7 @@ class PatternKVLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows, given by number or by a mask."""
-        indices = torch.as_tensor(indices)
-        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+        self._select(torch.arange(len(self.start))[torch.as_tensor(indices).cpu()])
 
     def offload(self) -> None:
         """Move everything to the CPU."""
@@ -354,6 +362,7 @@ class PatternKVLayer(DynamicLayer):
         if self.is_initialized:
             self._move(self.device)
 
+    @_plain_tensors
     def _move(self, device: torch.device | str) -> None:
         if not self.is_initialized:
             return

@@ -73,8 +73,8 @@ class PackedStates:
         self.channels = channels
         self.dtype = like.dtype
         scopes = rows if self.config.bank_scope == "sequence" else 1
-        # A residual is taken from its pattern as stored, so 16 bits serve a model in float32 as well.
-        kept = torch.float16 if like.dtype == torch.float32 else like.dtype
+        # A residual is taken from its pattern as stored, so 16 bits serve a model of more as well.
+        kept = torch.float16 if like.dtype in (torch.float32, torch.float64) else like.dtype
         self.bank = like.new_zeros(scopes, heads, 1, channels, dtype=kept)
         passthrough = self.bits == PASSTHROUGH_BITS
         width = channels if passthrough else channels * self.bits // 8

@@ -93,20 +93,16 @@ def new_pattern(window: torch.Tensor, kind: str) -> torch.Tensor:
 
 def assign_nearest(x: torch.Tensor, patterns: torch.Tensor) -> torch.Tensor:
     """Index of the pattern with the least squared distance, int64 [..., T] for x [..., T, D]; ties: the lowest."""
-    x, patterns = x.float(), patterns.float()
-    size = (patterns * patterns).sum(-1)[..., None, :]
-    step = max(1, _BLOCK_ELEMENTS // max(1, patterns.shape[:-1].numel()))
+    shape = x.shape[:-1]
+    x, patterns = (y.float().reshape(-1, *y.shape[-2:]) for y in (x, patterns))
+    size = (patterns * patterns).sum(-1)[:, None]
+    step = max(1, _BLOCK_ELEMENTS // max(1, size.numel()))
     # |x|^2 is the same for every pattern and is left out.
     parts = [
-        torch.baddbmm(
-            size.flatten(0, -3).expand(-1, block.shape[-2], -1),
-            block.flatten(0, -3),
-            patterns.flatten(0, -3).transpose(1, 2),
-            alpha=-2,
-        ).argmin(-1)
-        for block in x.split(step, dim=-2)
+        torch.baddbmm(size.expand(-1, block.shape[1], -1), block, patterns.transpose(1, 2), alpha=-2).argmin(-1)
+        for block in x.split(step, dim=1)
     ]
-    return torch.cat(parts, -1).view(x.shape[:-1])
+    return torch.cat(parts, -1).view(shape)
 
 
 def assign_narrowest(x: torch.Tensor, patterns: torch.Tensor) -> torch.Tensor:
