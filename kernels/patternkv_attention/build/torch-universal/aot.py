@@ -89,6 +89,9 @@ def _attend(
             "BLOCK_T": entry["BLOCK_T"],
             "KEY_BLOCK": configs.plane_block(head_dim, key_bits),
             "VALUE_BLOCK": configs.plane_block(head_dim, value_bits),
+            # A launch specialises on ids that lie next to each other.
+            "key_ids_t": 1,
+            "value_ids_t": 1,
         }
         pointers = {name: f"*{kind}" for name, kind in types.items()}
         scalars = {

@@ -91,6 +91,7 @@ def attend_kernel(
     key_zero_h,
     key_ids_b,
     key_ids_h,
+    key_ids_t,
     key_bank_b,
     key_bank_h,
     value_codes_b,
@@ -101,6 +102,7 @@ def attend_kernel(
     value_zero_h,
     value_ids_b,
     value_ids_h,
+    value_ids_t,
     value_bank_b,
     value_bank_h,
     dense_key_b,
@@ -129,8 +131,8 @@ def attend_kernel(
 
     The last part takes the dense tokens besides. Grid: (B * kv_heads * ceil(GROUPS / BLOCK_G), parts), GROUPS being
     the query heads of a KV head, and rows B * kv_heads * GROUPS. query [rows, D] contiguous; codes, scale, zero, ids
-    and bank as the public function takes them, rows contiguous, with strides ``_b``, ``_h`` of batch and head; dense
-    tokens with stride ``_t`` besides; lengths i32 [B]; mask u8 [B, packed + dense] with contiguous rows. out
+    and bank as the public function takes them, rows contiguous, with strides ``_b``, ``_h`` of batch and head; ids and
+    dense tokens with stride ``_t`` besides; lengths i32 [B]; mask u8 [B, packed + dense] with contiguous rows. out
     [parts, rows, D], each part normalised by itself; lse float32 [parts, rows].
 
     A tile of BLOCK_T tokens lies inside one key group, so one row of scales serves it. KEY_BLOCK and VALUE_BLOCK are
@@ -195,7 +197,7 @@ def attend_kernel(
 
         codes_at = key_codes_ptr + t[:, None] * KEY_WIDTH + at_key[None, :]
         codes = tl.load(codes_at, mask=t_ok[:, None] & key_ok, other=0)
-        ids = tl.load(key_ids_ptr + t, mask=t_ok, other=0).to(tl.int32)
+        ids = tl.load(key_ids_ptr + t * key_ids_t, mask=t_ok, other=0).to(tl.int32)
         group_row = (start // GROUP_SIZE) * HEAD_DIM
         planes = ()
         for j in tl.static_range(KEY_PLANES):
@@ -212,7 +214,7 @@ def attend_kernel(
 
         codes_at = value_codes_ptr + t[:, None] * VALUE_WIDTH + at_value[None, :]
         codes = tl.load(codes_at, mask=t_ok[:, None] & value_ok, other=0)
-        ids = tl.load(value_ids_ptr + t, mask=t_ok, other=0).to(tl.int32)
+        ids = tl.load(value_ids_ptr + t * value_ids_t, mask=t_ok, other=0).to(tl.int32)
         planes = ()
         for j in tl.static_range(VALUE_PLANES):
             channel = (j * VALUE_WIDTH + at_value)[None, :]

@@ -41,15 +41,15 @@ def decode_attention(
 
     A packed key is key_scale * code + key_zero + key_bank[id], a value likewise. With p = 8 / bits codes a byte, byte
     i of a token holds channels i, i + D/p, i + 2D/p, ..., low bits first. Query head h reads KV head h // (Hq / Hk).
-    The packed tensors and banks may be views of longer buffers: only their rows are contiguous, and nothing is copied.
-    Forward only.
+    The packed tensors and banks may be views of longer buffers: only their rows are contiguous, and nothing is copied;
+    one id may stand for all (`expand`). Forward only.
 
     Args:
         query: bf16, fp16 or fp32 [B, Hq, D].
         key_codes: u8 [B, Hk, P, D * key_bits / 8].
         key_scale, key_zero: fp16 or fp32 [B, Hk, P / group_size, D]: per channel, over groups of tokens.
         key_ids: u8 or int16 [B, Hk, P]: rows of the bank.
-        key_bank: [B or 1, Hk, m, D] in the dtype of query; row 0 of a bank is the zero vector.
+        key_bank: bf16, fp16 or fp32 [B or 1, Hk, m, D]; row 0 of a bank is the zero vector.
         value_codes: u8 [B, Hk, P, D * value_bits / 8].
         value_scale, value_zero: fp16 or fp32 [B, Hk, P, D / value_group_size]: per token, over groups of channels.
         value_ids, value_bank: as those of the keys.
@@ -93,7 +93,7 @@ def decode_attention(
         ("dense_value", dense_value, dense_sizes, (query.dtype,)),
     ):
         _check_tensor(name, tensor, shape, dtypes, query)
-        if not name.startswith("dense"):
+        if not name.startswith("dense") and not name.endswith("ids"):
             _check_rows(name, tensor)
     _check_bank("key_bank", key_bank, query, kv_heads)
     _check_bank("value_bank", value_bank, query, kv_heads)
@@ -181,16 +181,16 @@ def _check_bank(name, bank, query, kv_heads) -> None:
         raise ValueError(
             f"{name} has shape {tuple(bank.shape)}: expected ({batch} or 1, {kv_heads}, m, {head_dim}) with m >= 1"
         )
-    _check_tensor(name, bank, (bank.shape[0], kv_heads, bank.shape[2], head_dim), (query.dtype,), query)
+    _check_tensor(name, bank, (bank.shape[0], kv_heads, bank.shape[2], head_dim), _FLOATS, query)
     _check_rows(name, bank)
 
 
 def _check_rows(name, tensor) -> None:
     """Refuse a tensor whose tokens do not follow each other without gaps: a copy could be as large as the cache."""
-    width = tensor.shape[-1] if tensor.ndim == 4 else 1
-    gaps = tensor.shape[-2 if tensor.ndim == 4 else -1] > 1 and tensor.stride(2) != width
-    if tensor.numel() and (gaps or (tensor.ndim == 4 and width > 1 and tensor.stride(3) != 1)):
-        dims = "last two dimensions" if tensor.ndim == 4 else "last dimension"
+    tokens, width = tensor.shape[2:]
+    gaps = tokens > 1 and tensor.stride(2) != width
+    if tensor.numel() and (gaps or (width > 1 and tensor.stride(3) != 1)):
         raise ValueError(
-            f"{name} has strides {tensor.stride()}: its {dims} must be contiguous; batch and heads are free"
+            f"{name} has strides {tensor.stride()}: its last two dimensions must be contiguous; batch and heads are "
+            "free"
         )

@@ -114,7 +114,8 @@ def decode_attention(
     rows = {"dense_key": _last_contiguous(dense_key), "dense_value": _last_contiguous(dense_value)}
     arguments = {f"{name}_ptr": x for name, x in {"query": query, **tensors, **rows}.items()}
     for name, x in tensors.items():
-        arguments |= _strides(name, x)
+        # One byte may stand for the ids of all tokens.
+        arguments |= _strides(name, x, "bht" if name.endswith("ids") else "bh")
     for name, x in rows.items():
         arguments |= _strides(name, x, "bht")
     if mask is not None:
