@@ -133,10 +133,10 @@ class PatternKVCache(Cache):
         full = in_use = elements = dense = other = packed_total = 0
         for layer in self.layers:
             if not isinstance(layer, PatternKVLayer):
-                held = [tensor for tensor in tensors_of(layer).values()]
-                other += sum(tensor.numel() * tensor.element_size() for tensor in held)
+                held = [tensor for tensor in tensors_of(layer).values() if tensor.numel()]
                 full += sum(tensor.numel() * tensor.element_size() for tensor in held)
-                storages |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if t.numel()}
+                other += sum(tensor.untyped_storage().nbytes() for tensor in held)
+                storages |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
                 continue
             if not layer.is_initialized:
                 continue
@@ -148,9 +148,9 @@ class PatternKVCache(Cache):
             for side in (layer.keys, layer.values):
                 full += rows * side.shape[1] * layer.seen * side.shape[3] * side.element_size()
             dense += sum(
-                tensor.numel() * tensor.element_size()
+                tensor.untyped_storage().nbytes()
                 for name, tensor in layer.tensors().items()
-                if name in ("keys", "values", "sink_keys", "sink_values")
+                if name in ("keys", "values", "sink_keys", "sink_values") and tensor.numel()
             )
             longest = max(layer.packed, default=0)
             for states, counts in (
@@ -160,7 +160,7 @@ class PatternKVCache(Cache):
                 if not longest:
                     continue
                 in_use += states.bytes_in_use(longest, max(counts))
-                packed_total += sum(_bytes(tensor) for tensor in states.tensors.values())
+                packed_total += sum(tensor.untyped_storage().nbytes() for tensor in states.tensors.values())
                 elements += rows * states.codes.shape[1] * longest * states.channels
         layers = self.packed_layers.values()
         kept = sum(storages.values())
@@ -264,8 +264,3 @@ def _facts(config: PreTrainedConfig, kinds: list[str]) -> dict[str, Any]:
         "head_dim": size,
         "layer_types": list(kinds),
     }
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of what a tensor shows; one that repeats an element without storing it counts that element."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
