@@ -25,13 +25,12 @@ class PackedKV:
     def __init__(self, layer: Any):
         longest = max(layer.packed)
         sinks, tail = layer.config.sink_length, layer.keys.shape[2]
-        # Kernels want the bank in the dtype of the query, and an id each where one byte stands for all.
+        # Kernels want an id each, where one byte stands for all.
         self.keys, self.values = (
-            view._replace(
-                bank=view.bank.to(layer.dtype), ids=view.ids if view.ids.stride(-1) else view.ids.contiguous()
-            )
+            view if view.ids.stride(-1) else view._replace(ids=view.ids.contiguous())
             for view in (layer.key_states.view(longest), layer.value_states.view(longest))
         )
+        self.take_banks(layer)
         self.dense_keys = torch.cat([layer.sink_keys, layer.keys], dim=2)
         self.dense_values = torch.cat([layer.sink_values, layer.values], dim=2)
         self.bits = layer.key_states.bits, layer.value_states.bits
@@ -41,6 +40,15 @@ class PackedKV:
         self.lengths = None if even else torch.tensor(layer.packed, dtype=torch.int32, device=device)
         self._even = even
         self._geometry = (list(layer.start), list(layer.packed), sinks, longest, tail, layer.seen)
+
+    def take_banks(self, layer: Any) -> None:
+        """Show the banks as they are now, in the dtype of the query.
+
+        A flush that follows writes ids of new patterns behind the tokens in use of a shorter row, into the very buffer
+        that this object shows. They are masked, but whoever looks them up must find a row of the bank.
+        """
+        self.keys = self.keys._replace(bank=layer.key_states.bank.to(layer.dtype))
+        self.values = self.values._replace(bank=layer.value_states.bank.to(layer.dtype))
 
     def visible(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """Visibility of packed and dense tokens, bool [B, P + E], from a mask over columns [B, 1, 1, seen] or None."""
@@ -109,7 +117,7 @@ def _refuse(name: str) -> Any:
 
 
 # Python looks operators up on the class, past `__getattr__`.
-for _operator in ("getitem", "len", "iter", "matmul", "add", "radd", "sub", "mul", "rmul", "truediv", "neg"):
+for _operator in "getitem len iter neg matmul rmatmul add radd sub rsub mul rmul truediv".split():
     setattr(PackedKV, f"__{_operator}__", _refuse(f"__{_operator}__"))
 
 

@@ -14,7 +14,8 @@ from .layer import PatternKVLayer
 
 __all__ = ["PatternKVCache"]
 
-# Models whose attention layers work on the keys or values that the cache returned: they get dense ones.
+# Models whose attention layers work on the keys or values that the cache returned: they get dense ones. So do those that
+# cache latents and expand them (multi-head latent attention).
 _DENSE_MODELS = (
     "diffllama",
     "doge",
@@ -77,7 +78,8 @@ class PatternKVCache(Cache):
         self.model_facts = _facts(decoder, kinds)
         # What `save_pretrained` was told of the tokens, once read again.
         self.token_ids: list | None = None
-        attention = None if decoder.model_type.removesuffix("_text") in _DENSE_MODELS else decoder
+        works_on_them = decoder.model_type.removesuffix("_text") in _DENSE_MODELS
+        attention = None if works_on_them or getattr(decoder, "kv_lora_rank", None) else decoder
         layers = [
             PatternKVLayer(self.patternkv_config, attention)
             if kind == "full_attention"

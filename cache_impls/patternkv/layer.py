@@ -113,6 +113,8 @@ class PatternKVLayer(DynamicLayer):
         else:
             result = self.dense()
         self._flush()
+        if isinstance(result[0], PackedKV):
+            result[0].take_banks(self)
         return result
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
