@@ -14,8 +14,8 @@ from .layer import PatternKVLayer
 
 __all__ = ["PatternKVCache"]
 
-# Models whose attention layers work on the keys or values that the cache returned: they get dense ones. So do those that
-# cache latents and expand them (multi-head latent attention).
+# Models whose attention layers work on the keys or values that the cache returned: they get dense ones. So do those
+# that cache latents and expand them (multi-head latent attention).
 _DENSE_MODELS = (
     "diffllama",
     "doge",

@@ -102,7 +102,7 @@ class PatternKVConfig:
                 object.__setattr__(self, name, self.nbits)
         for name in ("nbits", "nbits_key", "nbits_value"):
             value = getattr(self, name)
-            if isinstance(value, bool) or value not in (*_BITS, PASSTHROUGH_BITS):
+            if type(value) is not int or value not in (*_BITS, PASSTHROUGH_BITS):
                 raise ValueError(f"`{name}` must be 2, 4 or 8, got {value!r}: a byte must hold whole codes")
         choices = {
             "assign": ("paper", "l2", "range", "matched"),
