@@ -25,12 +25,7 @@ class PackedKV:
     def __init__(self, layer: Any):
         longest = max(layer.packed)
         sinks, tail = layer.config.sink_length, layer.keys.shape[2]
-        # Kernels want an id each, where one byte stands for all.
-        self.keys, self.values = (
-            view if view.ids.stride(-1) else view._replace(ids=view.ids.contiguous())
-            for view in (layer.key_states.view(longest), layer.value_states.view(longest))
-        )
-        self.take_banks(layer)
+        self.keys, self.values = layer.key_states.view(longest), layer.value_states.view(longest)
         self.dense_keys = torch.cat([layer.sink_keys, layer.keys], dim=2)
         self.dense_values = torch.cat([layer.sink_values, layer.values], dim=2)
         self.bits = layer.key_states.bits, layer.value_states.bits
@@ -42,13 +37,13 @@ class PackedKV:
         self._geometry = (list(layer.start), list(layer.packed), sinks, longest, tail, layer.seen)
 
     def take_banks(self, layer: Any) -> None:
-        """Show the banks as they are now, in the dtype of the query.
+        """Show the banks as they are now.
 
         A flush that follows writes ids of new patterns behind the tokens in use of a shorter row, into the very buffer
         that this object shows. They are masked, but whoever looks them up must find a row of the bank.
         """
-        self.keys = self.keys._replace(bank=layer.key_states.bank.to(layer.dtype))
-        self.values = self.values._replace(bank=layer.value_states.bank.to(layer.dtype))
+        self.keys = self.keys._replace(bank=layer.key_states.bank)
+        self.values = self.values._replace(bank=layer.value_states.bank)
 
     def visible(self, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
         """Visibility of packed and dense tokens, bool [B, P + E], from a mask over columns [B, 1, 1, seen] or None."""

@@ -226,6 +226,33 @@ def test_the_model_decides_at_each_step_and_the_config_may_decide_otherwise(tiny
         assert len(calls) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"num_patterns": 0}, {"bank_scope": "batch", "nbits_key": 4}])
+def test_the_triton_kernel_gives_the_logits_of_the_dense_path(tmp_path, fresh_python, fields):
+    padding = 0 if "bank_scope" in fields else 21
+    code = (
+        "import copy, torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+        "from hf_ext import PatternKVCache, load_kernel\n"
+        "torch.set_num_threads(1)\ntorch.manual_seed(0)\n"
+        "config = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=32,\n"
+        "    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)\n"
+        "model = LlamaForCausalLM(config).eval()\n"
+        f"fields = {fields!r}\n"
+        "cache = PatternKVCache(config, group_size=32, residual_length=32, **{'num_patterns': 6, **fields})\n"
+        "ids, mask = torch.randint(96, (2, 120)), torch.ones(2, 121, dtype=torch.int64)\n"
+        f"mask[1, :{padding}] = 0\n"
+        "with torch.no_grad():\n"
+        "    model(ids, attention_mask=mask[:, :120], cache=cache)\n"
+        "    twin = copy.deepcopy(cache)\n"
+        "    expected = model(ids[:, :1], attention_mask=mask, cache=twin).logits\n"
+        "    model.set_attn_implementation('patternkv')\n"
+        "    found = model(ids[:, :1], attention_mask=mask, cache=cache).logits\n"
+        "torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)\n"
+        "assert not load_kernel('patternkv_attention').__name__.startswith('hf_ext')\n"
+    )
+    fresh_python(code, env={"TRITON_INTERPRET": "1", "HF_EXT_KERNELS": "bundled"}, cwd=tmp_path)
+
+
 # --- bad use -------------------------------------------------------------------------------------------------------
 
 
