@@ -23,6 +23,15 @@ CONFIG_NAME = "patternkv_config.json"
 TENSORS_NAME = "patternkv_cache.safetensors"
 FORMAT = 1
 _LAYER_FACTS = ("start", "packed", "key_patterns", "value_patterns", "seen", "record_past", "is_initialized")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I16": torch.int16,
+    "U8": torch.uint8,
+}
 _BY_ROW = ("start", "packed", "key_patterns", "value_patterns")
 
 
@@ -140,14 +149,23 @@ def read_layers(cache: "PatternKVCache", folder: Path, stored: dict[str, Any], d
 
 
 def _read_tensors(folder: Path, stored: dict[str, Any], device: torch.device | str) -> dict[str, torch.Tensor]:
+    """The tensors by name; on the device "meta" nothing but the header of the file is read."""
+    only_header = str(device) == "meta"
     try:
-        with safe_open(folder / TENSORS_NAME, framework="pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        with safe_open(folder / TENSORS_NAME, framework="pt", device="cpu" if only_header else str(device)) as file:
+            tensors = {
+                name: _shell(file.get_slice(name)) if only_header else file.get_tensor(name) for name in file.keys()
+            }
     except Exception as error:
         raise ValueError(f"{folder / TENSORS_NAME} cannot be read: {error}") from None
     if {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()} != stored["tensors"]:
         raise ValueError(f"{folder / TENSORS_NAME} does not hold the tensors that {CONFIG_NAME} lists")
     return tensors
+
+
+def _shell(part: Any) -> torch.Tensor:
+    """A tensor without storage, from the header's entry."""
+    return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
 
 
 def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -192,7 +210,7 @@ def _check(layer: PatternKVLayer) -> None:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What a saved cache holds, without its model: for `hf-ext cache inspect`.
+    """What a saved cache holds, without its model or its tensors: for `hf-ext cache inspect`.
 
     Returns:
         `folder`; `model` and `patternkv_config` as they were written; `rows`, `tokens` (columns, padding included),
@@ -206,7 +224,7 @@ def describe(folder: Path) -> dict[str, Any]:
     """
     stored = read_facts(folder)
     config = stored_config(folder, stored)
-    tensors = _read_tensors(folder, stored, "cpu")
+    tensors = _read_tensors(folder, stored, "meta")
     layers, rows, tokens = [], 0, 0
     for index, facts in enumerate(stored["layers"]):
         prefix = f"layers.{index}."
