@@ -69,9 +69,13 @@ def main(
     words = load_text("pydoc").text if document is None else document.read_text(encoding="utf-8")
     cache, prefix = read(network, tokenizer, words, tokens)
     report = cache.memory_report()
+    if not report["packed_tokens"]:
+        least = cache.patternkv_config.sink_length + cache.patternkv_config.residual_length
+        raise typer.BadParameter(f"{report['tokens']} tokens are too few to pack; {least} are needed")
     print(f"{report['tokens']} tokens, {report['bits_per_element']:.2f} bits an element")
     print(f"cache: {report['bytes'] / 2**20:.1f} MiB, full: {report['full_bytes'] / 2**20:.1f} MiB")
     cache.save_pretrained(out, token_ids=prefix)
+    print(f"saved to {out}: {sum(file.stat().st_size for file in out.iterdir()) / 2**20:.1f} MiB")
     answers = [ask(network, tokenizer, cache, prefix, text) for text in questions]
     for text, answer in zip(questions, answers):
         print(f"Q: {text}\nA: {answer}")
