@@ -68,6 +68,13 @@ def decode_attention(
     channels, value_channels = query.shape[-1], dense_value.shape[-1]
     q = query.float().view(rows, heads, groups, channels) * scaling
 
+    if not tokens and not dense_key.shape[2]:
+        empty = query.new_zeros(rows, query.shape[1], value_channels)
+        return empty, torch.full_like(empty[..., 0], -torch.inf, dtype=torch.float32)
+    if lengths is not None:
+        # Beyond a row's length may stand what a window packed after this call was prepared, with patterns to come.
+        key_ids = key_ids.clamp(max=key_bank.shape[2] - 1)
+        value_ids = value_ids.clamp(max=value_bank.shape[2] - 1)
     packed = _packed_logits(q, key_codes, key_scale, key_zero, key_ids, key_bank, key_bits, group_size)
     logits = torch.cat([packed, q @ dense_key.float().transpose(-1, -2)], dim=-1)
     if softcap is not None:
