@@ -91,6 +91,11 @@ def _small(say: Callable[[str], None], texts: list[str]) -> _Model:
 _MODELS = {"smollm2": _smollm2, "smollm2 dithered": _dithered, "small llama": _small}
 
 
+def _texts_of(model_name: str, texts: list[str]) -> list[str]:
+    """Names of the texts that a model is measured on, known before it is loaded (or trained)."""
+    return {"smollm2 dithered": texts[:1], "small llama": ["wikipedia, held out"]}.get(model_name, texts)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,13 +184,11 @@ def main(
 def _measure_model(model_name: str, options: _Options, log: RunLog, console: Console) -> int:
     """Measure what is missing on one model; returns the number of rows written."""
     windows = options.windows * (_SMALL_FACTOR if model_name == "small llama" else 1)
-    with console.status(f"loading {model_name}") as status:
-        model = _MODELS[model_name](status.update, options.texts)
     # (format, activation) -> texts, so that a model is quantised once for all its texts.
     work: dict[tuple[str, str], list[str]] = {}
     for entry in FORMATS.values():
         for activation in entry.activations:
-            for text in model.texts:
+            for text in _texts_of(model_name, options.texts):
                 key = {"model": model_name, "text": text, "windows": windows, "format": entry.name}
                 if options.wants(entry, activation, model_name, text) and (
                     options.overwrite or not log.done(**key, activation=activation)
@@ -193,6 +196,8 @@ def _measure_model(model_name: str, options: _Options, log: RunLog, console: Con
                     work.setdefault((entry.name, activation), []).append(text)
     if not work:
         return 0
+    with console.status(f"loading {model_name}") as status:
+        model = _MODELS[model_name](status.update, options.texts)
     batches = {text: lm.windows(lm.tokenize(model.tokenizer, model.texts[text]), windows) for text in model.texts}
     hashes = {text: hashlib.sha256(content.encode()).hexdigest() for text, content in model.texts.items()}
     calibration = lm.calibration_windows(model.tokenizer)

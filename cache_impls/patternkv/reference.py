@@ -72,7 +72,7 @@ def decode_attention(
         empty = query.new_zeros(rows, query.shape[1], value_channels)
         return empty, torch.full_like(empty[..., 0], -torch.inf, dtype=torch.float32)
     if lengths is not None:
-        # Beyond a row's length may stand what a window packed after this call was prepared, with patterns to come.
+        # Beyond a row's length may stand anything, ids of other banks too.
         key_ids = key_ids.clamp(max=key_bank.shape[2] - 1)
         value_ids = value_ids.clamp(max=value_bank.shape[2] - 1)
     packed = _packed_logits(q, key_codes, key_scale, key_zero, key_ids, key_bank, key_bits, group_size)
