@@ -70,6 +70,7 @@ def test_models_of_many_kinds_give_the_same_text(tiny, prompts, small, kind):
     cache, full = ours(model, small, **fields), DynamicCache(config=model.config)
     one, other = (run(model, inputs, c) for c in (cache, full))
     assert torch.equal(one, other)
+    assert next(iter(cache.packed_layers.values())).start == ([0, 0] if kind == "qwen3-next" else [0, 11])
     for layer, host in zip(cache.layers, full.layers):
         if type(host) is not type(DynamicCache(config=tiny("llama").config).layers[0]):
             assert type(layer) is type(host)
