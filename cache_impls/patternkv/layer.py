@@ -342,6 +342,8 @@ class PatternKVLayer(DynamicLayer):
                 setattr(self, name, tensor.index_select(0, indices.to(tensor.device)))
         self.key_states.select(indices)
         self.value_states.select(indices)
+        if order:
+            self._trim()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Put the rows in the order of the beams."""
