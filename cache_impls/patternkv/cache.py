@@ -75,7 +75,7 @@ class PatternKVCache(Cache):
             )
         # Ids that a cache from a file was filled with, if they were kept.
         self.token_ids: list[list[int]] | None = None
-        self.model_facts = _facts(decoder, kinds)
+        self.model_facts = _facts(decoder, kinds, config._name_or_path)
         # What `save_pretrained` was told of the tokens, once read again.
         self.token_ids: list | None = None
         works_on_them = decoder.model_type.removesuffix("_text") in _DENSE_MODELS
@@ -87,6 +87,7 @@ class PatternKVCache(Cache):
             for kind, kwargs in zip(kinds, arguments)
         ]
         super().__init__(layers=layers)
+        self._packed = list(self.packed_layers)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -101,7 +102,7 @@ class PatternKVCache(Cache):
                 f"layer {layer_idx} of a cache that was built for {len(self.layers)} layers of "
                 f"model_type={self.model_facts['model_type']!r}: it belongs to another model"
             )
-        first, *others = self.packed_layers
+        first, *others = self._packed
         if layer_idx == first:
             seen = self.layers[first].seen
             behind = [index for index in others if self.layers[index].seen != seen]
@@ -254,13 +255,13 @@ def _compare(what: str, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
         raise ValueError(f"{what} {listed}")
 
 
-def _facts(config: PreTrainedConfig, kinds: list[str]) -> dict[str, Any]:
+def _facts(config: PreTrainedConfig, kinds: list[str], name: str) -> dict[str, Any]:
     """What tells one model's caches from another's."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "model_type": config.model_type,
-        "name_or_path": Path(config._name_or_path).name if config._name_or_path else "",
+        "name_or_path": Path(name).name if name else "",
         "hidden_size": config.hidden_size,
         "num_key_value_heads": heads,
         "head_dim": size,

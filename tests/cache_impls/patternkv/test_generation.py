@@ -237,6 +237,17 @@ def test_models_that_it_is_not_for_are_refused_by_name(tiny, small):
         PatternKVCache(tiny("llama").config, bits=4)
 
 
+def test_the_text_model_of_a_multimodal_one_counts(small):
+    from transformers import Gemma3Config
+
+    config = Gemma3Config(text_config={"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]})
+    config._name_or_path = "org/pictures"
+    cache = PatternKVCache(config, **small)
+    assert len(cache) == 2 and list(cache.packed_layers) == [1]
+    assert cache.model_facts["model_type"] == "gemma3_text" and cache.model_facts["name_or_path"] == "pictures"
+    assert cache.layers[1].attention is config.text_config
+
+
 def test_a_cache_of_another_model_is_refused(tiny, prompts, small):
     model, inputs = tiny("llama"), prompts(1, 50)
     for other, message in (
