@@ -149,6 +149,8 @@ def _speed(model, chosen: dict[str, Setting], log: RunLog, facts: dict[str, Any]
         (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
         for _ in range(config.num_hidden_layers)
     ]
+    # What a step takes whatever the cache: no key but its own and two before.
+    floor = decode_seconds(model, SETTINGS[FULL].make(config, 0))
     jobs = [(FULL, "sdpa")] + [(name, "sdpa") for name in _SPEED if name in chosen]
     jobs += [(name, "patternkv") for name in _SPEED if name in chosen and SETTINGS[name].bits is None]
     for name, attention in jobs:
@@ -167,7 +169,16 @@ def _speed(model, chosen: dict[str, Setting], log: RunLog, facts: dict[str, Any]
             cache = fill(setting.make(config, 0), states)
             seconds = decode_seconds(model, cache)
             report = cache.memory_report() if hasattr(cache, "memory_report") else {}
-            log.append({**row, "seconds_a_step": seconds, "memory": report, **_versions(setting), **facts})
+            log.append(
+                {
+                    **row,
+                    "seconds_a_step": seconds,
+                    "seconds_empty": floor,
+                    "memory": report,
+                    **_versions(setting),
+                    **facts,
+                }
+            )
         except Exception as error:
             if not setting.package:
                 raise

@@ -274,14 +274,17 @@ class PackedStates:
     def dequantize(self, tokens: int) -> torch.Tensor:
         """The first `tokens` tokens in the dtype of the model, [B, H, tokens, D]."""
         packed = self.view(tokens)
-        bank = packed.bank.expand(packed.codes.shape[0], -1, -1, -1)
-        index = packed.ids.long()[..., None].expand(-1, -1, -1, self.channels)
         if self.bits == PASSTHROUGH_BITS:
-            residual = packed.codes
+            states = packed.codes.clone()
         else:
             codes = unpack_codes(packed.codes, self.bits)
-            residual = dequantize_groups(codes, packed.scale, packed.zero, axis=self.axis)
-        return (residual + bank.gather(2, index)).to(self.dtype)
+            states = dequantize_groups(codes, packed.scale, packed.zero, axis=self.axis)
+        if self.config.num_patterns:
+            bank = packed.bank.float().expand(states.shape[0], -1, -1, -1)
+            # One table of all rows and heads: picking whole vectors is much faster than a gather by channel.
+            first = torch.arange(bank.shape[:2].numel(), device=bank.device).view(*bank.shape[:2], 1) * bank.shape[2]
+            states += bank.flatten(0, 2).index_select(0, (packed.ids + first).flatten()).view_as(states)
+        return states.to(self.dtype)
 
     # --- rows ---
 

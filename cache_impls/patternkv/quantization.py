@@ -219,9 +219,9 @@ def _regress(code: torch.Tensor, y: torch.Tensor, along: int) -> tuple[torch.Ten
 def dequantize_groups(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *, axis: int) -> torch.Tensor:
     """code * scale + zero in float32, [..., T, D]; the group's size follows from the shapes."""
     group = codes.shape[axis] // scale.shape[axis]
-    grouped = codes.float().unflatten(axis, (-1, group))
+    grouped = codes.to(torch.float32, copy=True).unflatten(axis, (-1, group))
     along = -2 if axis == -2 else -1
-    y = grouped * scale.float().unsqueeze(along) + zero.float().unsqueeze(along)
+    y = grouped.mul_(scale.float().unsqueeze(along)).add_(zero.float().unsqueeze(along))
     return y.flatten(-3, -2) if axis == -2 else y.flatten(-2, -1)
 
 
