@@ -212,7 +212,7 @@ class PatternKVCache(Cache):
         Args:
             folder: The folder.
             config: Config of the model that will use it.
-            device: Where the tensors go.
+            device: Where the tensors go until the model's first states come, which take them along.
             patternkv_config: If given, the configuration that the file must have, but for `return_packed`.
 
         Raises:

@@ -92,6 +92,9 @@ class PatternKVLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
+        if self.keys.device != key_states.device:  # read from files, or offloaded
+            self.device = key_states.device
+            self.prefetch()
         tokens = key_states.shape[2]
         if self.seen == 0 and tokens:
             self.start = _padding(kwargs.get("kwargs") or {}, key_states.shape[0], tokens)

@@ -28,17 +28,21 @@ def run(model, inputs, cache, mode="greedy", assistant=None, **options):
     return model.generate(**inputs, cache=cache, **options)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample", "beam", "assisted"])
-@pytest.mark.parametrize("kind", ["llama", "llama-mqa", "llama-mha"])
-@pytest.mark.parametrize("padding", [None, [0, 17]], ids=["even", "padded"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+MODES = ["greedy", "sample", "beam", "assisted"]
+# transformers assists one row at a time
+CASES = [
+    pytest.param(mode, kind, padding, "sdpa", id=f"{mode}-{kind}-{'padded' if padding else 'even'}")
+    for mode in MODES
+    for kind in ("llama", "llama-mqa", "llama-mha")
+    for padding in (None, [17] if mode == "assisted" else [0, 17])
+]
+CASES += [pytest.param("greedy", "llama", [0, 17], "eager", id="eager")]
+
+
+@pytest.mark.parametrize(("mode", "kind", "padding", "implementation"), CASES)
 def test_without_rounding_the_text_is_that_of_the_full_cache(
     tiny, prompts, small, mode, kind, padding, implementation
 ):
-    if mode == "assisted" and padding:
-        padding = [17]  # transformers assists one row at a time
-    if implementation == "eager" and (mode != "greedy" or kind == "llama-mha"):
-        pytest.skip("one mode is enough")
     model = tiny(kind)
     model.set_attn_implementation(implementation)
     assistant = tiny(kind, seed=1) if mode == "assisted" else None
@@ -102,6 +106,16 @@ def test_chunked_prefill_without_rounding_changes_nothing(tiny, prompts, small, 
     assert torch.equal(run(model, inputs, cache, prefill_chunk_size=chunk), expected)
     # padding is read from the first chunk alone
     assert cache.layers[0].start == [0, 5]
+
+
+def test_tokens_proposed_from_the_prompt_are_taken_back_exactly(tiny, small):
+    model = tiny("llama")
+    inputs = {"input_ids": torch.arange(1, 13).repeat(5)[None]}
+    one, other = (
+        run(model, inputs, c, prompt_lookup_num_tokens=6)
+        for c in (ours(model, small), DynamicCache(config=model.config))
+    )
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("options", [{"num_return_sequences": 2, "do_sample": True}, {"num_beams": 4, "top_k": 5}])

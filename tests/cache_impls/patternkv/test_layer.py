@@ -545,6 +545,13 @@ def test_every_tensor_is_moved_to_the_host_and_back(states, fed):
     empty.prefetch()
 
 
+def test_states_on_another_device_take_the_layer_with_them(states, fed):
+    layer = fed(states(1, 100))
+    fed.more(layer, tuple(side.to("meta") for side in states(1, 1)))
+    assert {str(tensor.device) for tensor in layer.tensors().values()} == {"meta"}
+    assert layer.device == torch.device("meta") and layer.seen == 101
+
+
 def test_a_copy_goes_its_own_way_and_shares_the_options(states, fed):
     layer = fed(states(1, 100))
     layer.attention = object()
