@@ -111,10 +111,8 @@ def test_chunked_prefill_without_rounding_changes_nothing(tiny, prompts, small, 
 def test_tokens_proposed_from_the_prompt_are_taken_back_exactly(tiny, small):
     model = tiny("llama")
     inputs = {"input_ids": torch.arange(1, 13).repeat(5)[None]}
-    one, other = (
-        run(model, inputs, c, prompt_lookup_num_tokens=6)
-        for c in (ours(model, small), DynamicCache(config=model.config))
-    )
+    caches = ours(model, small), DynamicCache(config=model.config)
+    one, other = (run(model, inputs, cache, prompt_lookup_num_tokens=6) for cache in caches)
     assert torch.equal(one, other)
 
 
