@@ -21,6 +21,8 @@ __all__ = ["PackedStates", "PackedView"]
 
 # Windows that a full buffer grows by while decoding.
 GROWTH = 8
+# Tokens of a prompt that are packed at once, in whole windows.
+_PROMPT_BLOCK = 2048
 # Largest index that an unsigned byte holds.
 _BYTE_MAX = 255
 
@@ -154,7 +156,8 @@ class PackedStates:
             The patterns of these rows now.
         """
         length = self.config.residual_length
-        step = window.shape[2] if first else length
+        # A prompt's windows do not depend on each other; a few at a time keep what float32 needs small.
+        step = max(1, _PROMPT_BLOCK // length) * length if first else length
         for start in range(0, window.shape[2], step):
             part = window[:, :, start : start + step].float()
             if not first:
@@ -167,12 +170,12 @@ class PackedStates:
         config = self.config
         if not config.num_patterns:
             return 1
+        tokens, most = states.shape[2], config.mining_max_tokens
+        if most is not None and tokens > most:
+            states = states[:, :, torch.arange(most, device=states.device) * tokens // most]
         x = states.float()
         if config.bank_scope == "batch":
             x = x.mean(0, keepdim=True)
-        if config.mining_max_tokens is not None and x.shape[2] > config.mining_max_tokens:
-            picked = torch.arange(config.mining_max_tokens, device=x.device) * x.shape[2] // config.mining_max_tokens
-            x = x[:, :, picked]
         found = mine_patterns(x, config.num_patterns, iterations=config.mining_iters, seed=config.seed)
         self._grow_bank(1 + found.shape[2])
         self.bank[self._scopes(rows), :, 1 : 1 + found.shape[2]] = self._stored(found)

@@ -267,6 +267,35 @@ def test_windows_have_the_same_codes_however_the_prompt_is_split(states, fed, mo
     assert_same_packed(fed(both, chunks, **fields), fed(both, **fields))
 
 
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_a_prompt_is_packed_in_blocks_with_the_same_result(states, fed, monkeypatch, scope):
+    both = states(2, 270)
+    whole = fed(both, bank_scope=scope)
+    monkeypatch.setattr("hf_ext.cache_impls.patternkv.packed._PROMPT_BLOCK", 70)
+    assert_same_packed(fed(both, bank_scope=scope), whole)
+
+
+def test_a_long_prompt_needs_little_more_than_its_states(states, fed):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    keys, values = states(1, 12000, channels=16)
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype in (torch.float32, torch.int64) and out._base is None:
+                largest.append(out.untyped_storage().nbytes())
+            return out
+
+    layer = PatternKVLayer(PatternKVConfig(mining_max_tokens=256, mining_iters=2))
+    with Watch():
+        layer.update(keys.bfloat16(), values.bfloat16())
+    assert layer.packed[0] > 11000
+    # float32 of 2,048 tokens, and of the patterns' distances to them
+    assert max(largest) <= 2048 * 2 * max(16, 32) * 4
+
+
 def test_new_states_are_returned_exact_and_old_ones_as_they_are_read_back(states, fed):
     keys, values = states(1, 100)
     layer = fed((keys[:, :, :70], values[:, :, :70]))
