@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-__all__ = ["Prompt", "RotatedLayer", "Score", "decode_seconds", "fill", "prefill", "rotated_cache", "score"]
+__all__ = [
+    "Prompt",
+    "RotatedLayer",
+    "Score",
+    "decode_seconds",
+    "fill",
+    "prefill",
+    "rotated_cache",
+    "score",
+    "window_seconds",
+]
 
 
 @dataclass
@@ -139,6 +149,15 @@ def decode_seconds(model: torch.nn.Module, cache: Cache, steps: int = 5) -> floa
         model(input_ids=token, cache=cache)
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+@torch.inference_mode()
+def window_seconds(model: torch.nn.Module, cache: Cache, states: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Wall-clock seconds of the step that completes a window, after `states` have filled the cache up to it."""
+    fill(cache, states)
+    start = time.perf_counter()
+    model(input_ids=torch.ones(1, 1, dtype=torch.int64), cache=cache)
+    return time.perf_counter() - start
 
 
 class RotatedLayer(DynamicLayer):

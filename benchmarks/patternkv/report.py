@@ -205,16 +205,18 @@ def _by_text(quality: dict, texts: list[str]) -> str:
 
 
 class _Speed(NamedTuple):
-    """A row of speed beside the others of its run.
+    """A row of speed beside the others of its run; times are means over the 128 steps of a window, in seconds.
 
     Attributes:
         row: As measured.
-        full: Its time over that of the full cache.
+        mean: Its time.
+        full: Over that of the full cache.
         host: The faster QuantizedCache's time over its own; None without one.
-        host_alone: The same with the time of a step without a cache taken from both.
+        host_alone: The same with the time of a step that has nothing to attend to taken from both.
     """
 
     row: dict[str, Any]
+    mean: float
     full: float
     host: float | None
     host_alone: float | None
@@ -222,23 +224,15 @@ class _Speed(NamedTuple):
 
 def _speeds(rows: list[dict]) -> list[_Speed]:
     rows = [row for row in rows if row["kind"] == "speed" and "seconds_a_step" in row]
-    full = [row["seconds_a_step"] for row in rows if row["setting"] == FULL]
-    hosts = [row for row in rows if row["group"] == "transformers"]
-    host = min(hosts, key=lambda row: row["seconds_a_step"]) if hosts else None
-
-    def alone(row: dict) -> float:
-        return row["seconds_a_step"] - row["seconds_empty"]
-
-    return [
-        _Speed(
-            row,
-            row["seconds_a_step"] / full[-1],
-            host["seconds_a_step"] / row["seconds_a_step"] if host else None,
-            alone(host) / alone(row) if host else None,
-        )
-        for row in rows
-        if row["setting"] != FULL and full
-    ]
+    means = {id(row): (127 * row["seconds_a_step"] + row["seconds_window"]) / 128 for row in rows}
+    full = [means[id(row)] for row in rows if row["setting"] == FULL]
+    hosts = [means[id(row)] for row in rows if row["group"] == "transformers"]
+    found = []
+    for row in rows if full else []:
+        own, empty = means[id(row)], row["seconds_empty"]
+        host = (min(hosts) / own, (min(hosts) - empty) / (own - empty)) if hosts else (None, None)
+        found.append(_Speed(row, own, own / full[-1], *host))
+    return found
 
 
 def _speed(rows: list[dict]) -> list[str]:
@@ -250,7 +244,8 @@ def _speed(rows: list[dict]) -> list[str]:
             speed.row["setting"],
             speed.row["attention"],
             f"{1000 * speed.row['seconds_a_step']:.0f}",
-            f"{1000 * (speed.row['seconds_a_step'] - speed.row['seconds_empty']):.0f}",
+            f"{1000 * speed.row['seconds_window']:.0f}",
+            f"{1000 * speed.mean:.0f}",
             f"{speed.full:.2f}",
             "" if speed.host is None else f"{speed.host:.2f}",
             f"{report['ratio']:.1f}" if (report := speed.row["memory"]) else "",
@@ -260,20 +255,22 @@ def _speed(rows: list[dict]) -> list[str]:
     head = [
         "cache",
         "attention",
-        "ms a step",
-        "ms for the cache",
-        "of DynamicCache",
-        "QuantizedCache takes",
-        "smaller by",
+        "a step, ms",
+        "ends a window, ms",
+        "mean, ms",
+        "of full",
+        "QuantizedCache",
+        "smaller",
     ]
+    empty = 1000 * found[0].row["seconds_empty"]
     return [
         "\n### A decode step at 8,196 tokens\n",
-        f"Best of five steps on a CPU, {found[0].row['threads']} thread, float32, random states, in one run with the "
-        "full cache; the attention `patternkv` reads the codes, `sdpa` dequantizes a layer at a time. *ms for the "
-        "cache*: without what a step takes that has nothing to attend to "
-        f"({1000 * found[0].row['seconds_empty']:.0f} ms). *QuantizedCache takes*: so many times as long, the faster "
-        "of its two back ends; it also quantizes all tokens anew every 128 steps, which is not in these times. "
-        "*Smaller by*: bytes of the full cache (float32 here) over those kept.\n",
+        f"On a CPU, {found[0].row['threads']} thread, float32, random states, all in one run. *A step*: the best of "
+        f"five; a step that has nothing to attend to takes {empty:.0f} ms. *Ends a window*: the step, one in 128, "
+        "that packs a window; QuantizedCache packs all tokens anew then. *Mean*: over the 128 steps of a window; *of full* "
+        "and *QuantizedCache* are ratios of it to the full cache's, and of the faster QuantizedCache's to it. The "
+        "attention `patternkv` reads the codes, `sdpa` dequantizes a layer at a time. *Smaller*: bytes of the full "
+        "cache (float32 here) over those kept.\n",
         markdown_table(head, cells),
     ]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hf_ext.benchmarks import language_model as lm
-from hf_ext.benchmarks.patternkv.measure import Prompt, Score, decode_seconds, fill, prefill, score
+from hf_ext.benchmarks.patternkv.measure import Prompt, Score, decode_seconds, fill, prefill, score, window_seconds
 from hf_ext.benchmarks.patternkv.settings import FULL, SETTINGS, TEXTS, Setting, load_text
 from hf_ext.benchmarks.report import refresh, results_folder
 from hf_ext.extras import is_installed
@@ -27,6 +27,7 @@ KEY = ("kind", "text", "tokens", "setting", "seed", "attention")
 PROMPT, SCORED = 4100, 256  # 4 sinks and 32 windows: no tail, so that every prompt token is read back from codes
 FIRST = 516  # of a prompt whose other tokens are decoded
 SPEED_TOKENS = 8196
+STEPS, WINDOW = 5, 128
 _MODULES = {"optimum-quanto": "optimum.quanto", "hqq": "hqq"}
 _SPEED = ("transformers quanto 2 bit", "transformers hqq 2 bit", "KIVI 2 bit, g 128", "PatternKV default")
 
@@ -167,13 +168,17 @@ def _speed(model, chosen: dict[str, Setting], log: RunLog, facts: dict[str, Any]
         model.set_attn_implementation(attention)
         try:
             cache = fill(setting.make(config, 0), states)
-            seconds = decode_seconds(model, cache)
+            seconds = decode_seconds(model, cache, STEPS)
+            # All but the last token of the window that those steps began.
+            more = [tuple(side[:, :, : WINDOW - 2 - STEPS] for side in layer) for layer in states]
+            window = window_seconds(model, cache, more)
             report = cache.memory_report() if hasattr(cache, "memory_report") else {}
             log.append(
                 {
                     **row,
                     "seconds_a_step": seconds,
                     "seconds_empty": floor,
+                    "seconds_window": window,
                     "memory": report,
                     **_versions(setting),
                     **facts,
