@@ -54,6 +54,9 @@ def test_a_step_equals_attention_over_dequantized_states(states, fed, calls, bit
     ((key, value),) = fed.more(layer, new)
     assert isinstance(key, PackedKV) and key is value
     assert not padding or layer.packed != before.packed
+    # ids of the window that a row has just completed stand in the buffer that the handle shows; a kernel reads them
+    for view in (key.keys, key.values):
+        assert view.ids.max() < view.bank.shape[2]
     keys, values = before.dequantize()
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(3, 2 * groups, 1, 32, generator=generator)

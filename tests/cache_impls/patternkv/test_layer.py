@@ -610,7 +610,7 @@ def test_what_inference_mode_filled_is_used_outside_of_it(states, fed, operation
 
 
 def test_the_call_has_gradients_and_what_is_kept_has_none(states):
-    keys, values = (side.requires_grad_() for side in states(1, 100))
+    keys, values = (side.requires_grad_() for side in states(1, 110))
     layer = PatternKVLayer(PatternKVConfig(group_size=16, residual_length=32))
     returned = layer.update(keys, values)
     returned[0].sum().backward()
