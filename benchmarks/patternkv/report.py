@@ -267,10 +267,10 @@ def _speed(rows: list[dict]) -> list[str]:
         "\n### A decode step at 8,196 tokens\n",
         f"On a CPU, {found[0].row['threads']} thread, float32, random states, all in one run. *A step*: the best of "
         f"five; a step that has nothing to attend to takes {empty:.0f} ms. *Ends a window*: the step, one in 128, "
-        "that packs a window; QuantizedCache packs all tokens anew then. *Mean*: over the 128 steps of a window; *of "
-        "full* and *QuantizedCache* are ratios of it to the full cache's, and of the faster QuantizedCache's to it. The "
-        "attention `patternkv` reads the codes, `sdpa` dequantizes a layer at a time. *Smaller*: bytes of the full "
-        "cache (float32 here) over those kept.\n",
+        "that packs a window; QuantizedCache packs all tokens anew then. *Mean*: over the 128 steps of a window; "
+        "*of full* and *QuantizedCache* are ratios of it to the full cache's, and of the faster QuantizedCache's to "
+        "it. The attention `patternkv` reads the codes, `sdpa` dequantizes a layer at a time. *Smaller*: bytes of the "
+        "full cache (float32 here) over those kept.\n",
         markdown_table(head, cells),
     ]
 

@@ -609,8 +609,9 @@ def test_what_inference_mode_filled_is_used_outside_of_it(states, fed, operation
     assert torch.equal(layer.dequantize()[0][:, :, -1], more[0][:, :, -1])
 
 
-def test_the_call_has_gradients_and_what_is_kept_has_none(states):
-    keys, values = (side.requires_grad_() for side in states(1, 110))
+@pytest.mark.parametrize("tokens", [30, 110])
+def test_the_call_has_gradients_and_what_is_kept_has_none(states, tokens):
+    keys, values = (side.requires_grad_() for side in states(1, tokens))
     layer = PatternKVLayer(PatternKVConfig(group_size=16, residual_length=32))
     returned = layer.update(keys, values)
     returned[0].sum().backward()
