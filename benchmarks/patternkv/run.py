@@ -143,6 +143,12 @@ def _versions(setting: Setting) -> dict[str, Any]:
 
 
 def _speed(model, chosen: dict[str, Setting], log: RunLog, facts: dict[str, Any], console: Console) -> None:
+    key = {"kind": "speed", "text": "random states", "tokens": SPEED_TOKENS, "seed": 0}
+    names = [name for name in _SPEED if name in chosen]
+    jobs = [(name, "sdpa") for name in names]
+    jobs += [(name, "patternkv") for name in names if SETTINGS[name].bits is None]
+    if all(log.done(**key, setting=name, attention=attention) for name, attention in jobs):
+        return
     generator = torch.Generator().manual_seed(0)
     config = model.config
     shape = (1, config.num_key_value_heads, SPEED_TOKENS, config.head_dim)
@@ -150,17 +156,12 @@ def _speed(model, chosen: dict[str, Setting], log: RunLog, facts: dict[str, Any]
         (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
         for _ in range(config.num_hidden_layers)
     ]
-    # What a step takes whatever the cache: no key but its own and two before.
+    # What a step takes whatever the cache: nothing to attend to but a few tokens of its own.
     floor = decode_seconds(model, SETTINGS[FULL].make(config, 0))
-    jobs = [(FULL, "sdpa")] + [(name, "sdpa") for name in _SPEED if name in chosen]
-    jobs += [(name, "patternkv") for name in _SPEED if name in chosen and SETTINGS[name].bits is None]
-    for name, attention in jobs:
-        key = {"kind": "speed", "text": "random states", "tokens": SPEED_TOKENS, "setting": name, "seed": 0}
-        # A ratio is of one run: the full cache is measured again whenever another is.
-        if name != FULL and log.done(**key, attention=attention):
-            continue
+    # Ratios are of one run: if one is to be measured, all are.
+    for name, attention in [(FULL, "sdpa"), *jobs]:
         setting = SETTINGS[name]
-        row: dict[str, Any] = {**key, "attention": attention, "group": setting.group}
+        row: dict[str, Any] = {**key, "setting": name, "attention": attention, "group": setting.group}
         if missing := _missing(setting):
             log.append({**row, "error": missing, **facts})
             continue
