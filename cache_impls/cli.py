@@ -51,9 +51,9 @@ def _show(found: dict[str, Any]) -> None:
     facts.add_row("bytes", f"{found['bytes']:,}")
 
     table = Table()
-    for column in ("layers", "kind"):
-        table.add_column(column)
-    for column in ("bytes each", "packed tokens", "patterns", "bits of a key", "bits of a value"):
+    table.add_column("layers")
+    table.add_column("kind", overflow="fold")
+    for column in ("bytes each", "packed tokens", "patterns", "key bits", "value bits"):
         table.add_column(column, justify="right")
     for numbers, layer in _runs(found["layers"]):
         bits = ("-" if layer[side] is None else f"{layer[side]:.3f}" for side in ("bits_key", "bits_value"))
