@@ -22,6 +22,7 @@ __all__ = [
     "Score",
     "decode_seconds",
     "fill",
+    "greedy",
     "prefill",
     "rotated_cache",
     "score",
@@ -135,6 +136,17 @@ def score(
     agreement = (log_probs.argmax(-1) == prompt.log_probs.argmax(-1)).float().mean().item()
     key_error, value_error = (errors[:, 0] / errors[:, 1]).tolist()
     return Score(divergence, loss, agreement, key_error, value_error, seconds), cache
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, cache: Cache, prompt: Prompt, count: int) -> list[int]:
+    """The `count` tokens that a cache filled with the prompt continues the first scored token with."""
+    fill(cache, prompt.states)
+    token, found = prompt.following[:, :1], []
+    for _ in range(count):
+        token = model(input_ids=token, cache=cache).logits[:, -1].argmax(-1, keepdim=True)
+        found.append(token.item())
+    return found
 
 
 @torch.inference_mode()

@@ -70,6 +70,7 @@ def section(rows: list[dict[str, Any]], plots: Path) -> str:
             "bank is mined from 512 tokens and grows by a pattern a window.\n",
             _table(decoded, texts, []),
         ]
+    parts += _greedy(latest, texts)
     parts += _speed(latest)
     failed = {row["setting"]: row for row in latest if "error" in row}
     if failed:
@@ -202,6 +203,24 @@ def _by_text(quality: dict, texts: list[str]) -> str:
         return f"{quality[text, name]['kl']:.4f}" if (text, name) in quality else ""
 
     return markdown_table(["cache", *texts], [[name, *(show(text, name) for text in texts)] for name in names])
+
+
+def _greedy(rows: list[dict], texts: list[str]) -> list[str]:
+    found = {(row["text"], row["setting"]): row for row in rows if row["kind"] == "greedy" and "error" not in row}
+    names = [name for name in SETTINGS if any((text, name) in found for text in texts)]
+    if not names:
+        return []
+    cells = []
+    for name in names:
+        until = [found[text, name]["until"] if (text, name) in found else None for text in texts]
+        known = [count for count in until if count is not None]
+        cells.append([name, *("" if count is None else count for count in until), f"{mean(known):.0f}"])
+    count = next(iter(found.values()))["of"]
+    return [
+        "\n### Greedy text\n",
+        f"Tokens written after the prompt before the first that the full cache would not have written, of {count}.\n",
+        markdown_table(["cache", *texts, "mean"], cells),
+    ]
 
 
 class _Speed(NamedTuple):

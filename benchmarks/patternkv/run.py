@@ -1,8 +1,9 @@
 """Measure the PatternKV cache beside its peers on SmolLM2-135M: `hf-ext bench patternkv`.
 
 Per text, a prompt of 4,100 tokens fills each cache and the next 256 are scored against the full cache (`quality`).
-Some caches are also filled as if all but 516 tokens had been decoded, a window at a time (`decoded`). The time of a
-decode step is measured at 8,196 tokens of random states (`speed`). A row that is there already is not measured again.
+Some caches are also filled as if all but 516 tokens had been decoded, a window at a time (`decoded`), or write on from
+the prompt until their text is no longer the full cache's (`greedy`). The time of a decode step is measured at 8,196
+tokens of random states (`speed`). A row that is there already is not measured again.
 """
 
 import importlib.metadata
@@ -15,7 +16,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hf_ext.benchmarks import language_model as lm
-from hf_ext.benchmarks.patternkv.measure import Prompt, Score, decode_seconds, fill, prefill, score, window_seconds
+from hf_ext.benchmarks.patternkv.measure import (
+    Prompt,
+    Score,
+    decode_seconds,
+    fill,
+    greedy,
+    prefill,
+    score,
+    window_seconds,
+)
 from hf_ext.benchmarks.patternkv.settings import FULL, SETTINGS, TEXTS, Setting, load_text
 from hf_ext.benchmarks.report import refresh, results_folder
 from hf_ext.extras import is_installed
@@ -25,9 +35,20 @@ __all__ = ["KEY", "main"]
 
 KEY = ("kind", "text", "tokens", "setting", "seed", "attention")
 PROMPT, SCORED = 4100, 256  # 4 sinks and 32 windows: no tail, so that every prompt token is read back from codes
+GREEDY = 64  # tokens written after a prompt
 FIRST = 516  # of a prompt whose other tokens are decoded
 SPEED_TOKENS = 8196
 STEPS, WINDOW = 5, 128
+_GREEDY = (
+    "transformers quanto 2 bit",
+    "KIVI 2 bit, g 128",
+    "KIVI 2 bit, g 32",
+    "PatternKV paper()",
+    "PatternKV default",
+    "PatternKV default, K4 V2",
+    "PatternKV default, 4 bit",
+)
+_KINDS = ("quality", "decoded", "greedy", "speed")
 _MODULES = {"optimum-quanto": "optimum.quanto", "hqq": "hqq"}
 _SPEED = ("transformers quanto 2 bit", "transformers hqq 2 bit", "KIVI 2 bit, g 128", "PatternKV default")
 
@@ -35,7 +56,7 @@ _SPEED = ("transformers quanto 2 bit", "transformers hqq 2 bit", "KIVI 2 bit, g 
 def main(
     texts: Annotated[str, typer.Option(help="Texts, separated by commas.")] = ",".join(TEXTS),
     settings: Annotated[str, typer.Option(help="Only settings whose name contains one of these (commas).")] = "",
-    kinds: Annotated[str, typer.Option(help="Of quality, decoded, speed.")] = "quality,decoded,speed",
+    kinds: Annotated[str, typer.Option(help="Of quality, decoded, greedy, speed.")] = ",".join(_KINDS),
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = PROMPT,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
     out: Annotated[
@@ -52,8 +73,8 @@ def main(
         raise ValueError(f"--settings {settings!r} matches none of: {', '.join(SETTINGS)}")
     wanted = [load_text(name) for name in texts.split(",")]
     parts = kinds.split(",")
-    if unknown := set(parts) - {"quality", "decoded", "speed"}:
-        raise ValueError(f"--kinds {', '.join(unknown)}: known are quality, decoded, speed")
+    if unknown := set(parts) - set(_KINDS):
+        raise ValueError(f"--kinds {', '.join(sorted(unknown))}: known are {', '.join(_KINDS)}")
     torch.set_num_threads(threads)
     console = Console()
     log = RunLog(out or results_folder() / "patternkv" / "data" / "results.jsonl", key=KEY)
@@ -62,10 +83,10 @@ def main(
     for text in wanted:
         jobs = [
             (kind, name, setting, seed)
-            for kind in ("quality", "decoded")
+            for kind in _KINDS[:3]
             if kind in parts
             for name, setting in chosen.items()
-            if kind == "quality" or setting.decoded
+            if {"quality": True, "decoded": setting.decoded, "greedy": name in _GREEDY}[kind]
             for seed in range(setting.seeds if kind == "quality" else 1)
             if not log.done(kind=kind, text=text.name, tokens=prompt, setting=name, seed=seed, attention="sdpa")
         ]
@@ -75,13 +96,18 @@ def main(
                 raise ValueError(f"text {text.name!r} has {len(ids)} tokens, fewer than {prompt + SCORED}")
             console.print(f"{text.name}: prefill of {prompt} tokens", soft_wrap=True)
             states = prefill(model, ids, prompt)
+            written = greedy(model, SETTINGS[FULL].make(model.config, 0), states, GREEDY) if "greedy" in parts else []
             with _progress(console) as progress:
                 task = progress.add_task(text.name, total=len(jobs))
                 for kind, name, setting, seed in jobs:
                     progress.update(task, description=f"{text.name}, {kind}: {name}")
                     row = {"kind": kind, "text": text.name, "tokens": prompt, "setting": name, "seed": seed}
                     row |= {"attention": "sdpa", "group": setting.group, "text_sha256": text.sha256}
-                    log.append({**row, **_quality(model, states, setting, seed, kind == "decoded"), **facts})
+                    if kind == "greedy":
+                        row |= _greedy(model, states, setting, written)
+                    else:
+                        row |= _quality(model, states, setting, seed, kind == "decoded")
+                    log.append({**row, **facts})
                     progress.advance(task)
     if "speed" in parts:
         _speed(model, chosen, log, facts, console)
@@ -120,6 +146,15 @@ def _quality(model, states: Prompt, setting: Setting, seed: int, decoded: bool) 
             raise
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     return {**_row_of(found, states), "bits": _bits(setting, cache), **_versions(setting)}
+
+
+def _greedy(model, states: Prompt, setting: Setting, written: list[int]) -> dict[str, Any]:
+    """How far the greedy text is the full cache's."""
+    if missing := _missing(setting):
+        return {"error": missing}
+    found = greedy(model, setting.make(model.config, 0), states, len(written))
+    same = [a == b for a, b in zip(found, written)]
+    return {"until": same.index(False) if False in same else len(same), "of": len(same), **_versions(setting)}
 
 
 def _row_of(found: Score, states: Prompt) -> dict[str, Any]:

@@ -20,6 +20,7 @@ def tiny(monkeypatch, tiny_llama_dir):
     monkeypatch.setattr(lm, "fetch_smollm2", lambda say=None: tiny_llama_dir)
     monkeypatch.setattr(run, "SPEED_TOKENS", 300)
     monkeypatch.setattr(run, "FIRST", 132)
+    monkeypatch.setattr(run, "GREEDY", 8)
     text = "The quick brown fox jumps over the lazy dog. " * 40
     monkeypatch.setattr(run, "load_text", lambda name: lm.Text(name, text, "0" * 64, "made up"))
     return tiny_llama_dir
@@ -33,6 +34,14 @@ def test_the_full_cache_diverges_by_nothing_and_reads_back_exactly(model):
     assert found.agreement == 1 and found.key_error == found.value_error == 0
     whole = model(input_ids=tokens[None]).logits[0, 150:].log_softmax(-1)
     torch.testing.assert_close(prompt.log_probs, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_the_greedy_text_of_the_full_cache_is_that_of_generate(model):
+    tokens = torch.randint(1, 256, (60,))
+    prompt = measure.prefill(model, tokens, 50)
+    found = measure.greedy(model, DynamicCache(config=model.config), prompt, 12)
+    whole = model.generate(tokens[None, :51], max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert found == whole[0, 51:].tolist()
 
 
 def test_the_levels_of_the_codebook_are_lloyd_max_for_a_normal_variable():
@@ -52,12 +61,14 @@ def test_a_rotated_cache_keeps_lengths_and_has_the_error_of_its_codebook():
 
 
 def test_rows_are_complete_and_a_second_run_measures_only_what_is_missing(tiny, tmp_path):
-    arguments = {"texts": "news", "kinds": "quality,decoded,speed", "prompt": 260, "threads": 1}
+    arguments = {"texts": "news", "kinds": "quality,decoded,greedy,speed", "prompt": 260, "threads": 1}
     out = tmp_path / "rows.jsonl"
     run.main(settings="full,g 128", out=out, **arguments)
     first = read_rows(out)
     kinds = [row["kind"] for row in first]
     assert kinds.count("decoded") >= 1 and kinds.count("quality") >= 2 and "speed" in kinds
+    greedy = next(row for row in first if row["kind"] == "greedy")
+    assert greedy["setting"] == "KIVI 2 bit, g 128" and 0 <= greedy["until"] <= greedy["of"] == 8
     for row in first:
         assert {*run.KEY, "versions", "command", "threads"} <= set(row)
     quality = next(row for row in first if row["kind"] == "quality" and row["setting"] == "KIVI 2 bit, g 128")
@@ -83,7 +94,7 @@ def test_unknown_names_are_errors_that_list_the_known(tiny, tmp_path):
     out = tmp_path / "rows.jsonl"
     with pytest.raises(ValueError, match="matches none of: full, transformers quanto 2 bit"):
         run.main(texts="news", settings="nope", kinds="quality", prompt=260, threads=1, out=out)
-    with pytest.raises(ValueError, match="known are quality, decoded, speed"):
+    with pytest.raises(ValueError, match="--kinds nope: known are quality, decoded, greedy, speed"):
         run.main(texts="news", settings="", kinds="nope", prompt=260, threads=1, out=out)
     with pytest.raises(ValueError, match="text 'nope' is unknown; known: wikipedia"):
         load_text("nope")
@@ -116,7 +127,10 @@ def test_the_report_has_the_figures_of_the_rows_and_its_plot(tmp_path):
             "memory": {"ratio": 5.5},
         }
         rows.append({**row, "group": SETTINGS[name].group})
+    greedy = {"kind": "greedy", "text": "news", "setting": "PatternKV default", "seed": 0, "attention": "sdpa"}
+    rows.append({**greedy, **facts, "group": "default", "until": 41, "of": 64})
     text = report.section(rows, tmp_path / "plots")
     assert (tmp_path / "plots" / "kl_against_bits.png").stat().st_size > 10_000
     assert "| PatternKV default | patternkv | 120 | 248 | 121 | 1.21 |  | 5.5 |" in text
+    assert "| PatternKV default | 41 |  | 41 |" in text
     assert "`ValueError: no`" in text and "**1.21 x**" in text
