@@ -73,8 +73,6 @@ class PatternKVCache(Cache):
                 f"no layer of model_type={decoder.model_type!r} has full attention (found "
                 f"{', '.join(sorted(set(kinds)))}), so there is nothing to quantize; use DynamicCache"
             )
-        # Ids that a cache from a file was filled with, if they were kept.
-        self.token_ids: list[list[int]] | None = None
         self.model_facts = _facts(decoder, kinds, config._name_or_path)
         # What `save_pretrained` was told of the tokens, once read again.
         self.token_ids: list | None = None

@@ -13,6 +13,7 @@ from hf_ext.runlog import write_json
 
 from .configuration import PatternKVConfig
 from .layer import PatternKVLayer
+from .packed import PackedStates
 
 if TYPE_CHECKING:
     from .cache import PatternKVCache
@@ -41,6 +42,8 @@ _BY_ROW = ("start", "packed", "key_patterns", "value_patterns")
 def write_cache(cache: "PatternKVCache", folder: Path, token_ids: torch.Tensor | list | None = None) -> None:
     """Write a cache; see `PatternKVCache.save_pretrained`."""
     tensors, layers = {}, []
+    # Before anything is touched: ids that make no tensor must not cost the files that are there.
+    ids = torch.as_tensor(token_ids).tolist() if token_ids is not None else None
     for index, layer in enumerate(cache.layers):
         facts, found = _state(layer, index)
         layers.append({"kind": type(layer).__name__, **facts})
@@ -55,7 +58,7 @@ def write_cache(cache: "PatternKVCache", folder: Path, token_ids: torch.Tensor |
         "patternkv_config": cache.patternkv_config.to_dict(),
         "layers": layers,
         "tensors": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()},
-        "token_ids": torch.as_tensor(token_ids).tolist() if token_ids is not None else None,
+        "token_ids": ids,
     }
     write_json(folder / CONFIG_NAME, facts)
 
@@ -152,7 +155,10 @@ def _read_tensors(folder: Path, stored: dict[str, Any], device: torch.device | s
     """The tensors by name; on the device "meta" nothing but the header of the file is read."""
     only_header = str(device) == "meta"
     try:
-        with safe_open(folder / TENSORS_NAME, framework="pt", device="cpu" if only_header else str(device)) as file:
+        device = torch.device(device)
+        # safetensors knows the CPU by one name only: not by "cpu:0".
+        place = "cpu" if device.type in ("cpu", "meta") else str(device)
+        with safe_open(folder / TENSORS_NAME, framework="pt", device=place) as file:
             tensors = {
                 name: _shell(file.get_slice(name)) if only_header else file.get_tensor(name) for name in file.keys()
             }
@@ -180,13 +186,31 @@ def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, torch.Tensor]
         if facts["cumulative_length"] is not None:
             layer.cumulative_length = facts["cumulative_length"]
         return
+    if type(facts["seen"]) is not int or facts["is_initialized"] is not True or type(facts["record_past"]) is not bool:
+        raise ValueError("`seen`, `is_initialized` or `record_past` is not what a layer with states has")
     for name in _LAYER_FACTS:
         setattr(layer, name, facts[name])
     layer.sink_keys, layer.sink_values = tensors.get("sink_keys"), tensors.get("sink_values")
     for states, side, like in ((layer.key_states, "key", layer.keys), (layer.value_states, "value", layer.values)):
         if f"{side}_codes" in tensors:
-            states.adopt(like, {name: tensors[f"{side}_{name}"] for name in states.NAMES})
+            found = {name: tensors[f"{side}_{name}"] for name in states.NAMES}
+            _check_shapes(states, like, found)
+            states.adopt(like, found)
     _check(layer)
+
+
+def _check_shapes(states: PackedStates, like: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    """Whether tensors have the shapes that the configuration asks for."""
+    wanted = PackedStates(states.config, states.side)
+    wanted.allocate(like[:, :, :0].to("meta"), tensors["codes"].shape[2])
+    for name, tensor in tensors.items():
+        shape = list(wanted.tensors[name].shape)
+        if name == "bank":
+            shape[2] = tensor.shape[2]
+        elif name == "ids" and not states.config.num_patterns:
+            shape = [1, 1, 1]
+        if list(tensor.shape) != shape:
+            raise ValueError(f"{states.side} {name} of {list(tensor.shape)} where the options ask for {shape}")
 
 
 def _check(layer: PatternKVLayer) -> None:

@@ -39,7 +39,6 @@ class PatternKVLayer(DynamicLayer):
         super().__init__()
         self.config = config
         self.attention = attention
-        self.record_past = False
         self._clear()
 
     def _clear(self) -> None:
@@ -52,6 +51,7 @@ class PatternKVLayer(DynamicLayer):
         self.key_patterns: list[int] = []
         self.value_patterns: list[int] = []
         self.seen = 0
+        self.record_past = False
 
     # --- writing ---
 

@@ -174,10 +174,15 @@ def quantize_groups(y: torch.Tensor, bits: int, *, group: int, axis: int, fit: s
     along = -2 if axis == -2 else -1
     levels = 2**bits - 1
     low, high = grouped.aminmax(dim=along, keepdim=True)
-    dtype = torch.float16 if low.abs().max() <= _HALF_MAX and high.abs().max() <= _HALF_MAX else torch.float32
+    # By group, so that no group depends on another that float16 cannot hold.
+    fits = (low.abs() <= _HALF_MAX) & (high.abs() <= _HALF_MAX)
+    dtype = torch.float16 if fits.all() else torch.float32
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(fits, x.half().float(), x)
 
     def encode(scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scale, zero = scale.to(dtype).float(), zero.to(dtype).float()
+        scale, zero = rounded(scale), rounded(zero)
         code = ((grouped - zero) / scale).round().clamp(0, levels)
         return torch.where(scale > 0, code, 0), scale, zero
 

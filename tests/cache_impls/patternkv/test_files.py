@@ -94,6 +94,20 @@ def test_token_ids_are_kept_if_given(saved, filled, tmp_path):
     assert PatternKVCache.from_pretrained(tmp_path / "without", model.config).token_ids is None
 
 
+def test_ids_that_make_no_tensor_leave_the_files_as_they_were(saved):
+    model, cache, folder = saved
+    with pytest.raises(ValueError, match="expected sequence of length 2"):
+        cache.save_pretrained(folder, token_ids=[[1, 2], [3]])
+    assert PatternKVCache.from_pretrained(folder, model.config).token_ids == torch.arange(178).view(2, 89).tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
+def test_the_cpu_may_be_named_by_its_number(saved, device):
+    model, cache, folder = saved
+    again = PatternKVCache.from_pretrained(folder, model.config, device=device)
+    assert again.memory_report() == cache.memory_report()
+
+
 def test_files_are_as_small_as_what_is_kept(saved):
     _, cache, folder = saved
     report = cache.memory_report()
@@ -227,6 +241,14 @@ def other_dtype(folder):
     save_file(tensors, folder / TENSORS_NAME)
 
 
+def other_options(**changes):
+    def damage(folder):
+        options = json.loads((folder / CONFIG_NAME).read_text())["patternkv_config"]
+        rewrite(folder, patternkv_config=options | changes)
+
+    return damage
+
+
 DAMAGES = {
     "no json": (lambda f: (f / CONFIG_NAME).unlink(), FileNotFoundError, f"has no {CONFIG_NAME}: it is not a cache"),
     "no tensors": (lambda f: (f / TENSORS_NAME).unlink(), FileNotFoundError, f"has no {TENSORS_NAME}"),
@@ -251,7 +273,13 @@ DAMAGES = {
     "window": (change_layer(packed=[63, 64]), ValueError, "damaged at layer 1.*63 packed of 89 tokens do not fit"),
     "seen": (change_layer(seen=500), ValueError, "damaged at layer 1.*of 500 tokens do not fit"),
     "patterns": (change_layer(key_patterns=[99, 1]), ValueError, "damaged at layer 1.*99 patterns do not fit"),
-    "text": (change_layer(seen="x"), ValueError, "damaged at layer 1.*TypeError"),
+    "text": (change_layer(seen="x"), ValueError, "damaged at layer 1.*`seen`, .* is not what a layer with states has"),
+    "fraction": (change_layer(seen=89.0), ValueError, "damaged at layer 1.*`seen`, .* is not what"),
+    "empty layer": (change_layer(is_initialized=False), ValueError, "damaged at layer 1.*is not what"),
+    "groups": (other_options(group_size=32), ValueError, "damaged at layer 0.*key scale of .* the options ask for"),
+    "bits": (other_options(nbits_value=4), ValueError, "damaged at layer 0.*value codes of .* the options ask for"),
+    "ids": (other_options(num_patterns=0), ValueError, "damaged at layer 0.*key ids of .* the options ask for"),
+    "scope": (other_options(bank_scope="batch"), ValueError, "damaged at layer 0.*key bank of .* the options ask for"),
 }
 
 

@@ -341,6 +341,18 @@ def test_a_rows_codes_do_not_depend_on_its_neighbours(states, fed):
     assert not torch.equal(one.key_states.codes[0], other.key_states.codes[0])  # as documented
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e30])
+def test_a_row_does_not_depend_on_a_neighbour_that_float16_cannot_hold(states, fed, odd):
+    keys, values = states(2, 140)
+    alone = fed((keys[:1], values[:1]), [100, *[1] * 40])
+    for side in (keys, values):
+        side[1, 0, 50, 3] = odd
+    both = fed((keys, values), [100, *[1] * 40])
+    assert both.key_states.scale.dtype == torch.float32
+    for found, expected in zip(both.dense(), alone.dense()):
+        assert torch.equal(found[:1], expected)
+
+
 def test_one_row_has_the_same_bank_in_either_scope(states, fed):
     both = states(1, 140)
     assert_same_packed(fed(both, [100, *[1] * 40], bank_scope="batch"), fed(both, [100, *[1] * 40]))
@@ -555,6 +567,14 @@ def test_reset_forgets_everything_and_the_next_prompt_mines_anew(states, fed):
     fresh = states(1, 100, seed=4, heads=3)
     fed.more(layer, fresh, [70, *[1] * 30])
     assert_same_packed(layer, fed(fresh, [70, *[1] * 30]))
+
+
+def test_reset_forgets_that_a_past_was_to_be_recorded(states, fed):
+    layer = fed(states(1, 100))
+    layer.activate_past_recording()
+    layer.reset()
+    fed.more(layer, states(1, 100))
+    assert layer.packed == fed(states(1, 100)).packed == [96]
 
 
 def test_every_tensor_is_moved_to_the_host_and_back(states, fed):
