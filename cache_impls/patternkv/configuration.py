@@ -12,6 +12,9 @@ __all__ = ["PatternKVConfig"]
 _BITS = (2, 4, 8)
 # Stores residuals as they are, to test everything around the rounding; not a format.
 PASSTHROUGH_BITS = 16
+# What ids of two bytes can name beside the zero pattern, and what torch takes as a seed.
+_MAX_PATTERNS = 2**15 - 1
+_MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class PatternKVConfig:
             One bank of patterns per row [D], or one mined from the mean over the batch [P], which needs rows of equal
             length. They are the same for one row.
         max_patterns (`int`, *optional*):
-            Bound on the patterns of a head; further windows add none. Default: no bound [P].
+            Patterns of a head from which on windows add none; those that are mined stay. Default: no bound [P].
         mining_iters (`int`, *optional*, defaults to 30):
             Iterations of k-means at most [P].
         mining_max_tokens (`int`, *optional*, defaults to 4096):
@@ -132,6 +135,9 @@ class PatternKVConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise ValueError(f"`{name}` must be an integer of at least {lowest}, got {value!r}")
+        for name, highest in (("num_patterns", _MAX_PATTERNS), ("seed", _MAX_SEED)):
+            if getattr(self, name) > highest:
+                raise ValueError(f"`{name}` must be at most {highest}, got {getattr(self, name)!r}")
         if self.residual_length % self.group_size:
             raise ValueError(
                 f"`residual_length` must be a multiple of `group_size`, got {self.residual_length} and "

@@ -36,6 +36,8 @@ CHOICES = {
         ({"num_patterns": 1.5}, "`num_patterns` must be an integer of at least 0, got 1.5"),
         ({"sink_length": -4}, "`sink_length` must be an integer of at least 0, got -4"),
         ({"mining_iters": 0}, "`mining_iters` must be an integer of at least 1, got 0"),
+        ({"num_patterns": 2**15}, "`num_patterns` must be at most 32767, got 32768"),
+        ({"seed": 2**64}, "`seed` must be at most 9223372036854775807"),
         ({"max_patterns": 0}, "`max_patterns` must be an integer of at least 1, got 0"),
         ({"mining_max_tokens": 0}, "`mining_max_tokens` must be an integer of at least 1, got 0"),
         ({"seed": None}, "`seed` must be an integer of at least 0, got None"),
