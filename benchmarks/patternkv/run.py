@@ -96,7 +96,9 @@ def main(
                 raise ValueError(f"text {text.name!r} has {len(ids)} tokens, fewer than {prompt + SCORED}")
             console.print(f"{text.name}: prefill of {prompt} tokens", soft_wrap=True)
             states = prefill(model, ids, prompt)
-            written = greedy(model, SETTINGS[FULL].make(model.config, 0), states, GREEDY) if "greedy" in parts else []
+            written: list[int] = []
+            if any(kind == "greedy" for kind, *_ in jobs):
+                written = greedy(model, SETTINGS[FULL].make(model.config, 0), states, GREEDY)
             with _progress(console) as progress:
                 task = progress.add_task(text.name, total=len(jobs))
                 for kind, name, setting, seed in jobs:

@@ -114,7 +114,7 @@ class PatternKVLayer(DynamicLayer):
             handle = PackedKV(self)
             result = handle, handle
         else:
-            result = self.dense()
+            result = self.dequantize()
         self._flush()
         if isinstance(result[0], PackedKV):
             result[0].take_banks(self)
@@ -166,9 +166,8 @@ class PatternKVLayer(DynamicLayer):
         for states, side in ((self.key_states, self.keys), (self.value_states, self.values)):
             if states.codes is None:
                 states.allocate(side, most)
-                # Sinks leave the tail with their row's first window.
             states.reserve(most)
-        if self.sink_keys is None:
+        if self.sink_keys is None:  # sinks leave the tail with their row's first window
             shape = (*self.keys.shape[:2], config.sink_length)
             self.sink_keys = self.keys.new_zeros(*shape, self.keys.shape[3])
             self.sink_values = self.values.new_zeros(*shape, self.values.shape[3])
@@ -208,8 +207,11 @@ class PatternKVLayer(DynamicLayer):
 
     # --- reading ---
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values [B, H, seen, D] in the model's dtype; columns of padding hold what masks must hide."""
+    def dequantize(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values as a query of the next call would see them, [B, H, seen, D] in the model's dtype.
+
+        Columns of padding hold what masks must hide.
+        """
         longest = max(self.packed, default=0)
         if not longest:
             return self._pad_left(self.keys), self._pad_left(self.values)
@@ -240,10 +242,6 @@ class PatternKVLayer(DynamicLayer):
         packed = torch.tensor([sinks + p if p else 0 for p in self.packed], device=device)[:, None]
         place = column - start
         return torch.where(place < packed, place.clamp(min=0), sinks + longest + column - (self.seen - tail))
-
-    def dequantize(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `dense`: what a query of the next call would see of the tokens so far."""
-        return self.dense()
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included."""
@@ -312,7 +310,7 @@ class PatternKVLayer(DynamicLayer):
     def _unpack_beyond(self, left: int) -> None:
         """Bring back into the tail what rows hold of the windows that reach beyond column `left`."""
         sinks, length = self.config.sink_length, self.config.residual_length
-        keys, values = self.dense()
+        keys, values = self.dequantize()
         for row, start in enumerate(self.start):
             inside = max(0, left - start - sinks) // length * length
             self.packed[row] = min(self.packed[row], inside)

@@ -251,7 +251,7 @@ def test_a_window_is_packed_as_soon_as_it_is_full(states, fed):
     fed.more(layer, (keys[:, :, 67:68], values[:, :, 67:68]))
     assert layer.packed == [64] and layer.keys.shape[2] == 0
     fed.more(layer, (keys[:, :, 68:], values[:, :, 68:]))
-    assert layer.packed == [64] and layer.get_seq_length() == 69 and layer.dense()[0].shape[2] == 69
+    assert layer.packed == [64] and layer.get_seq_length() == 69 and layer.dequantize()[0].shape[2] == 69
 
 
 @pytest.mark.parametrize("chunks", [[1] * 171, [7] * 24 + [3], [31] * 5 + [16], [32] * 5 + [11], [33] * 5 + [6]])
@@ -349,7 +349,7 @@ def test_a_row_does_not_depend_on_a_neighbour_that_float16_cannot_hold(states, f
         side[1, 0, 50, 3] = odd
     both = fed((keys, values), [100, *[1] * 40])
     assert both.key_states.scale.dtype == torch.float32
-    for found, expected in zip(both.dense(), alone.dense()):
+    for found, expected in zip(both.dequantize(), alone.dequantize()):
         assert torch.equal(found[:1], expected)
 
 
