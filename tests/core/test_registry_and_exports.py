@@ -192,7 +192,7 @@ def test_an_installed_library_is_returned():
 
 def test_the_extras_are_those_of_the_wings_and_all_leaves_out_bench_and_dev():
     status = extras.extras_status()
-    wings = {"caches", "trainers", "adapters", "metrics", "kernels", "tasks", "demo"}
+    wings = {"caches", "trainers", "adapters", "metrics", "kernels", "tasks", "endpoints", "demo"}
     assert set(status) == wings | {"bench", "all", "dev"}
     assert status["dev"] == []  # what these tests run in
     for wing in wings:
