@@ -1,0 +1,83 @@
+"""`patch` and `unpatch`: put links on a loaded model, and take them off again. In place; the weights are shared."""
+
+import os
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .configuration_turboconn import FAMILIES, TurboConnConfig, model_config_class, supported
+from .modeling_turboconn import backbone_class, causal_class
+
+
+def patch(model: PreTrainedModel | str | os.PathLike, config: TurboConnConfig | None = None, **kwargs: Any) -> Any:
+    """Put TurboConn links on a causal language model.
+
+    The model changes its class in place and keeps its weights; with the links' weights at their start it computes
+    what it computed before.
+
+    Args:
+        model: A model, or the Hub name or folder of one.
+        config: Settings; default `TurboConnConfig()`.
+        **kwargs: For `AutoModelForCausalLM.from_pretrained`, when `model` is a name or a folder.
+
+    Returns:
+        The same model, patched.
+
+    Raises:
+        ValueError: Unsupported architecture, a model that is patched or quantized already, or settings that do not
+            fit the model.
+    """
+    config = TurboConnConfig() if config is None else config
+    if isinstance(model, str | os.PathLike):
+        model = AutoModelForCausalLM.from_pretrained(model, **kwargs)
+    elif kwargs:
+        raise ValueError(f"{', '.join(kwargs)}: loading options need the name or folder of a model, not a loaded one")
+    model_type = check(model, config)
+    reference = model.get_input_embeddings().weight
+    model.config.__class__ = model_config_class(model_type)
+    model.config.turboconn = config.to_dict()
+    model.__class__ = causal_class(type(model))
+    model.model.__class__ = backbone_class(type(model.model))
+    model.model.setup_links()
+    links = model.model.turbo_links.to(device=reference.device, dtype=reference.dtype).train(model.training)
+    for into in links.children():
+        into.reset_parameters()
+    return model
+
+
+def check(model: Any, config: TurboConnConfig) -> str:
+    """Refuse a model that cannot be patched.
+
+    Returns:
+        The `model_type` of the base.
+
+    Raises:
+        ValueError: As `patch`.
+    """
+    name = type(model).__name__
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type not in FAMILIES or name != f"{FAMILIES[model_type][1]}ForCausalLM":
+        raise ValueError(f"{name} is not supported; TurboConn patches {supported()}")
+    config.pairs(model.config.num_hidden_layers)
+    config.check_width(model.config.hidden_size)
+    return model_type
+
+
+def unpatch(model: Any) -> Any:
+    """Take the links off a patched model; their weights are lost. In place.
+
+    Returns:
+        The same model, which is what it was before `patch`.
+
+    Raises:
+        ValueError: The model has no links.
+    """
+    backbone = getattr(model, "model", None)
+    if not hasattr(backbone, "remove_links"):
+        raise ValueError(f"{type(model).__name__} has no TurboConn links to remove")
+    backbone.remove_links()
+    backbone.__class__ = type(backbone).turboconn_base
+    model.__class__ = type(model).turboconn_base
+    del model.config.turboconn
+    model.config.__class__ = type(model.config).turboconn_base
+    return model
