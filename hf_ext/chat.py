@@ -164,7 +164,7 @@ def generate_replies(
     temperature: float = 0.0,
     top_p: float = 1.0,
     stop: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
 ) -> list[ChatReply]:
     """Continue prompts of token ids, padded on the left, in batches of similar length.
 
@@ -176,7 +176,8 @@ def generate_replies(
         tokenizer: Decodes the continuations; special tokens are left out of the text.
         prompts: Token ids of each prompt, as many as there are.
         batch_size: Prompts that are generated together.
-        max_new_tokens, temperature, top_p, stop, seed: See `ChatBackend.complete`.
+        max_new_tokens, temperature, top_p, stop: See `ChatBackend.complete`.
+        seed: One for the call, or one for each prompt: then a sampled reply does not depend on what else is asked.
 
     Returns:
         A reply for each prompt. One too long for the model's positions has an error.
@@ -189,8 +190,11 @@ def generate_replies(
     eos = tokenizer.eos_token_id if eos is None else eos
     ends = [eos] if isinstance(eos, int) else list(eos or [])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
+    by_row = not isinstance(seed, int)
+    if by_row and len(seed) != len(prompts):
+        raise ValueError(f"seed has {len(seed)} numbers for {len(prompts)} prompts; give one for each, or one for all")
     sampling = {"do_sample": False}
-    if temperature > 0:
+    if temperature > 0 and not by_row:
         sampling = {"do_sample": True, "temperature": float(temperature), "top_p": float(top_p), "top_k": 0}
     # Whatever is None here would be taken from the model's own file.
     config = GenerationConfig(
@@ -222,9 +226,13 @@ def generate_replies(
     try:
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(seed)
+            if not by_row:
+                torch.manual_seed(seed)
             for start in range(0, len(fitting), batch_size):
                 batch = fitting[start : start + batch_size]
+                samplers = []
+                if by_row and temperature > 0:
+                    samplers.append(_row_sampler([seed[i] for i in batch], temperature, top_p, model.device))
                 width = len(prompts[batch[0]])
                 ids = torch.tensor([[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in batch])
                 mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
@@ -232,6 +240,7 @@ def generate_replies(
                     input_ids=ids.to(model.device),
                     attention_mask=mask.to(model.device),
                     generation_config=config,
+                    logits_processor=samplers,
                     **({"tokenizer": tokenizer} if stop else {}),
                 )
                 for index, tokens in zip(batch, written[:, width:].tolist()):
@@ -239,6 +248,29 @@ def generate_replies(
     finally:
         model.train(training)
     return replies
+
+
+def _row_sampler(seeds: Sequence[int], temperature: float, top_p: float, device: Any) -> Any:
+    """A logits processor after which the largest logit is a sample, drawn for each row from a generator of its own.
+
+    The largest of logits plus Gumbel noise is distributed as a sample of their softmax.
+    """
+    import torch
+    from transformers import LogitsProcessor, TopPLogitsWarper
+
+    class RowSampler(LogitsProcessor):
+        def __init__(self) -> None:
+            self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+            self.nucleus = TopPLogitsWarper(top_p) if top_p < 1 else None
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.float() / temperature
+            if self.nucleus is not None:
+                scores = self.nucleus(input_ids, scores)
+            noise = [torch.empty_like(scores[0]).exponential_(generator=generator) for generator in self.generators]
+            return scores - torch.stack(noise).log()
+
+    return RowSampler()
 
 
 def _reply_of(

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,12 +38,24 @@ class RunLog:
         Raises:
             ValueError: A key field is missing, or a value is not JSON (NaN and infinities are not).
         """
-        self._key_of(row)
-        line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        self.extend([row])
+
+    def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write several rows and flush them to the disk together; none is written if one of them is refused.
+
+        Raises:
+            ValueError: See `append`.
+        """
+        lines = []
+        for row in rows:
+            self._key_of(row)
+            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        if not lines:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(self.path)
         with open(self.path, "ab") as file:
-            file.write(line.encode() + b"\n")
+            file.write(b"".join(lines))
             file.flush()
             os.fsync(file.fileno())
 
@@ -94,11 +106,13 @@ class RunLog:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove what follows the last newline: half a row that a killed process left."""
-    if not path.exists():
+    if not path.exists() or path.stat().st_size == 0:
         return
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        whole = file.read(1) == b"\n"
+    if not whole:
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
