@@ -1,0 +1,450 @@
+"""Merging saved adapters into one folder, layer by layer, without a base model."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_ext.extras import require
+from hf_ext.runlog import write_json, write_text
+
+from .card import is_repository, model_card
+from .config import CtMConfig
+from .report import CtMReport, LayerReport
+from .sources import (
+    Factors,
+    check_adapter_config,
+    check_weights,
+    merge_layer,
+    merged_config,
+    natural_order,
+    scaling_of,
+)
+
+require("peft", extra="adapters")
+
+__all__ = ["merge_adapter_folders", "servable_problems"]
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+OWN_CONFIG = "ctm_config.json"
+PREFIX = "base_model.model."
+# The largest rank that vLLM's --max-lora-rank takes.
+LARGEST_SERVED_RANK = 512
+_FACTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.(?:lora_(?P<kind>[AB])\.weight|lora_embedding_(?P<e>[AB]))")
+_Progress = Callable[[int, int, str], None]
+
+
+def merge_adapter_folders(
+    paths: Sequence[str | os.PathLike[str]],
+    output_dir: str | os.PathLike[str],
+    weights: Sequence[float] | None = None,
+    config: CtMConfig | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    overwrite: bool = False,
+    allow_different_bases: bool = False,
+    workers: int | None = None,
+    progress: _Progress | None = None,
+    **kwargs: Any,
+) -> CtMReport:
+    """Merge saved LoRA adapters into a folder that peft loads and that servers of LoRA take.
+
+    The base model is not needed. One layer of all adapters is in memory at a time, and the result. The folder appears
+    when it is complete: `adapter_config.json`, `adapter_model.safetensors`, `ctm_config.json` and a card.
+
+    Args:
+        paths: folders as `PeftModel.save_pretrained` writes them, or repositories of the Hub (ORG/NAME).
+        output_dir: folder to make.
+        weights: one number each; negative subtracts, 0 leaves an adapter out. None: `config.default_weights`.
+        config: default `CtMConfig()`.
+        names: what to call the adapters in the report and the card; default the folders' names.
+        overwrite: replace `output_dir` if it is an adapter already, once the new one is complete.
+        allow_different_bases: merge adapters whose configurations name different base models.
+        workers: layers to merge at a time; default the number of processors if torch has one thread, else 1.
+        progress: called as `progress(done, total, layer)` after each layer.
+        **kwargs: fields of `CtMConfig` that differ from `config`.
+
+    Returns:
+        What was kept, per layer and adapter.
+
+    Raises:
+        FileNotFoundError: a folder, a repository or a file of it that is not there.
+        FileExistsError: `output_dir` exists, and is not to be overwritten or is no adapter.
+        OSError: a file that is damaged or cut short.
+        ValueError: an adapter that is not plain LoRA, adapters that do not fit, weights that do not fit, entries that
+            are not finite. Nothing is written then.
+
+    Example:
+        >>> merge_adapter_folders(["sql", "math"], "both", rank=16, combination_type="ties")
+    """
+    config = replace(config or CtMConfig(), **kwargs)
+    if isinstance(paths, str | os.PathLike):
+        raise ValueError(f"`paths` must be a list of folders, got {paths!r}")
+    output = Path(output_dir)
+    names = _names(paths) if names is None else list(names)
+    if len(names) != len(paths):
+        raise ValueError(f"`names` has {len(names)} entries for {len(paths)} adapters")
+    weights = check_weights(weights, names, config)
+    _check_output(output, paths, overwrite)
+
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(_open_adapter(path, name)) for path, name in zip(paths, names)]
+        live = [place for place, weight in enumerate(weights) if weight]
+        sources = [files[place] for place in live]
+        base_model = _base_model(sources, allow_different_bases)
+        layers = sorted({layer for source in sources for layer in source.layers}, key=natural_order)
+        _check_overlap(sources)
+        rank = config.rank or max(source.rank(layer) for source in sources for layer in source.layers)
+        dtype = getattr(torch, config.dtype) if config.dtype else sources[0].dtype()
+        lora = merged_config([source.config for source in sources], layers, rank, base_model)
+        copies = _saved_embeddings(sources)
+
+        def merge(layer: str) -> tuple[torch.Tensor, torch.Tensor, LayerReport]:
+            parts = [
+                files[place].factors(layer, place, weights[place]) for place in live if layer in files[place].layers
+            ]
+            with torch.no_grad():
+                return merge_layer(layer, parts, config, rank, dtype)
+
+        report = CtMReport(config, names, weights, rank, output=str(output))
+        report.left_out = [name for name, weight in zip(names, weights) if not weight]
+        tensors = dict(copies)
+        for done, (layer, (a, b, figures)) in enumerate(zip(layers, _map(merge, layers, workers)), start=1):
+            key_a, key_b = next(source.layers[layer] for source in sources if layer in source.layers)
+            tensors[key_a], tensors[key_b] = a, b
+            report.layers.append(figures)
+            if progress is not None:
+                progress(done, len(layers), layer)
+
+    fields = {name: sorted(value) if isinstance(value, set) else value for name, value in lora.to_dict().items()}
+    with _appearing(output) as folder:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        write_json(folder / OWN_CONFIG, config.to_dict())
+        # A folder's own path says where it lies on somebody's disk.
+        origins = [name if Path(path).is_dir() else str(path) for path, name in zip(paths, names)]
+        write_text(folder / "README.md", model_card(output.name, report, base_model, origins))
+        # The file by which a folder is known as an adapter comes last.
+        write_json(folder / CONFIG, fields)
+    if report.warning:
+        warnings.warn(report.warning, stacklevel=2)
+    return report
+
+
+def servable_problems(folder: str | os.PathLike[str]) -> list[str]:
+    """What keeps a saved adapter from being served as a plain LoRA, by the constraints that vLLM documents.
+
+    Only factors of linear layers and embeddings, of one rank, `bias="none"`, no patterns, no whole modules, no DoRA.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    problems = [
+        f"{name} is {config[name]!r}"
+        for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
+        if config.get(name)
+    ]
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias is {config['bias']!r}")
+    if config["r"] > LARGEST_SERVED_RANK:
+        problems.append(f"the rank is {config['r']}, above {LARGEST_SERVED_RANK}")
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        for key in file.keys():
+            match, shape = _FACTOR.fullmatch(key), file.get_slice(key).get_shape()
+            if match is None:
+                # vLLM passes over the base's own embedding, which peft saves beside factors of it.
+                if not key.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
+                    problems.append(f"{key} is no factor of a layer")
+            elif len(shape) != 2:
+                problems.append(f"{match['layer']} is a convolution")
+            elif config["r"] != shape[0 if (match["kind"] or match["e"]) == "A" else 1]:
+                problems.append(f"{key} has another rank than {config['r']}")
+    return problems
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Adapter:
+    """A saved adapter, opened.
+
+    Attributes:
+        name: For messages.
+        config: `adapter_config.json`.
+        read: Tensor by key.
+        shape: Its shape by key.
+        layers: Layer -> keys of its A and B.
+        embeddings: Keys of the base's own embeddings that peft saved beside factors of them.
+    """
+
+    name: str
+    config: dict[str, Any]
+    read: Callable[[str], torch.Tensor]
+    shape: Callable[[str], Sequence[int]]
+    layers: dict[str, tuple[str, str]] = field(default_factory=dict)
+    embeddings: list[str] = field(default_factory=list)
+
+    def rank(self, layer: str) -> int:
+        return self.shape(self.layers[layer][0])[0]
+
+    def dtype(self) -> torch.dtype:
+        return self.read(next(iter(self.layers.values()))[0]).dtype
+
+    def factors(self, layer: str, place: int, weight: float) -> Factors:
+        a, b = (self.read(key) for key in self.layers[layer])
+        scaling = scaling_of(layer, self.config, self.name, a.shape[0])
+        return Factors(place, self.name, weight, scaling, a, b)
+
+
+@contextlib.contextmanager
+def _open_adapter(path: str | os.PathLike[str], name: str) -> Iterator[_Adapter]:
+    """Open an adapter and check all that can be checked without its values."""
+    folder = _locate(path)
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is not an adapter of peft: it has no {CONFIG}") from None
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / CONFIG} is not an adapter's configuration: it holds a {type(config).__name__}")
+    check_adapter_config(name, config)
+    with _open_weights(folder, path) as (keys, read, shape):
+        adapter = _Adapter(name, config, read, shape)
+        _sort_keys(adapter, keys)
+        for layer in adapter.layers:
+            scaling_of(layer, config, name, adapter.rank(layer))
+        yield adapter
+
+
+def _locate(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{folder} is a file; name the folder of an adapter")
+    name = str(path)
+    if not is_repository(name):
+        raise FileNotFoundError(f"{name} does not exist; pass a folder or an adapter of the Hub (ORG/NAME)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, PICKLE]))
+    except Exception as error:  # the Hub client has a dozen kinds of failure; to the user they are one
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(f"{name} is neither a folder nor an adapter that the Hub gives: {reason}") from error
+
+
+@contextlib.contextmanager
+def _open_weights(
+    folder: Path, path: Any
+) -> Iterator[tuple[list[str], Callable[[str], torch.Tensor], Callable[[str], Sequence[int]]]]:
+    if (folder / WEIGHTS).is_file():
+        try:
+            file = safe_open(folder / WEIGHTS, "pt")
+        except Exception as error:
+            raise OSError(f"{folder / WEIGHTS} is not a complete safetensors file: {error}") from error
+        with file:
+            yield list(file.keys()), file.get_tensor, lambda key: file.get_slice(key).get_shape()
+    elif (folder / PICKLE).is_file():
+        try:
+            # weights_only: nothing in the file is executed.
+            state = torch.load(folder / PICKLE, map_location="cpu", weights_only=True)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise OSError(f"{folder / PICKLE} cannot be read safely, as tensors alone: {reason}") from error
+        if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+            raise ValueError(f"{folder / PICKLE} does not hold a table of tensors")
+        yield list(state), state.__getitem__, lambda key: tuple(state[key].shape)
+    else:
+        raise FileNotFoundError(f"{path} has no weights: neither {WEIGHTS} nor {PICKLE}")
+
+
+def _sort_keys(adapter: _Adapter, keys: Sequence[str]) -> None:
+    """Fill `layers` and `embeddings`, or name what is neither.
+
+    Raises:
+        ValueError: something that has no low-rank update, or half a layer.
+    """
+    halves: dict[str, dict[str, str]] = {}
+    name, others = adapter.name, []
+    for key in keys:
+        match = _FACTOR.fullmatch(key)
+        if match is None:
+            others.append(key)
+        elif ".base_layer" in f".{match['layer']}":
+            raise ValueError(
+                f"adapter {name!r}: {key} is inside another layer of LoRA (an attention module or fused experts), "
+                "which cannot be merged"
+            )
+        else:
+            halves.setdefault(match["layer"], {})[match["kind"] or match["e"]] = key
+    for layer, pair in halves.items():
+        if len(pair) < 2:
+            raise ValueError(
+                f"adapter {name!r}: layer {layer!r} has only one of its two factors, {[*pair.values()][0]}"
+            )
+        adapter.layers[layer] = pair["A"], pair["B"]
+    for key in others:
+        layer = key.removeprefix(PREFIX).removesuffix(".base_layer.weight")
+        if key.endswith(".base_layer.weight") and layer in adapter.layers:
+            adapter.embeddings.append(key)
+        elif "lora_magnitude_vector" in key:
+            raise ValueError(f"adapter {name!r} uses DoRA ({key}), whose update is not a product of two factors")
+        elif re.search(r"\.lora_B\.bias$", key):
+            raise ValueError(f"adapter {name!r} has biases in its LoRA layers ({key}); save it without lora_bias")
+        elif ".lora_" in key:
+            raise ValueError(
+                f"adapter {name!r}: {key} is not a key as peft saves it, {PREFIX}LAYER.lora_A.weight; save the "
+                "adapter with PeftModel.save_pretrained"
+            )
+        else:
+            raise ValueError(
+                f"adapter {name!r} holds the whole tensor {key} (a resized embedding, modules_to_save or a bias), "
+                "which has no low-rank update; save the adapter without it (save_embedding_layers=False)"
+            )
+    if not adapter.layers:
+        raise ValueError(f"adapter {name!r} has no layer of LoRA")
+
+
+# --- what belongs together -----------------------------------------------------------------------------------------
+
+
+def _names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The folders' own names, longer where they would be the same."""
+    parts = [Path(path).parts for path in paths]
+    for path in paths:
+        same = [other for other in paths if _same_place(path, other)]
+        if len(same) > 1:
+            raise ValueError(f"adapter {path} is named twice; name it once, with the sum of its weights")
+    length = 1
+    while len({entry[-length:] for entry in parts}) < len(parts) and length < max(map(len, parts)):
+        length += 1
+    return ["/".join(entry[-length:]) for entry in parts]
+
+
+def _same_place(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _base_model(sources: Sequence[_Adapter], allow: bool) -> str | None:
+    """The base model's name: a repository's where one adapter has it, else the first that is named.
+
+    Raises:
+        ValueError: the adapters name different models.
+    """
+    found = {source.name: source.config.get("base_model_name_or_path") or None for source in sources}
+    names = list(dict.fromkeys(name for name in found.values() if name))
+    if len({_last_part(name) for name in names}) > 1 and not allow:
+        listed = ", ".join(names)
+        raise ValueError(
+            f"adapters were trained on different base models: {listed}; if these are the same, allow it "
+            "(allow_different_bases=True, --allow-different-bases)"
+        )
+    if len(names) > 1:
+        warnings.warn(f"the adapters call their base model differently: {', '.join(names)}", stacklevel=3)
+    revisions = {source.config.get("revision") for source in sources}
+    if len(revisions) > 1:
+        warnings.warn(f"the adapters name different revisions of their base model: {revisions}", stacklevel=3)
+    return next((name for name in names if is_repository(name)), names[0] if names else None)
+
+
+def _last_part(name: str) -> str:
+    # A model of the Hub and its copy in a folder have this in common.
+    return name.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
+
+
+def _check_overlap(sources: Sequence[_Adapter]) -> None:
+    for source in sources:
+        others = [other for other in sources if other is not source]
+        if others and not any(source.layers.keys() & other.layers.keys() for other in others):
+            warnings.warn(
+                f"adapter {source.name!r} shares no layer with the others (one of its layers: "
+                f"{next(iter(source.layers))}): is it of the same kind of model?",
+                stacklevel=3,
+            )
+
+
+def _saved_embeddings(sources: Sequence[_Adapter]) -> dict[str, torch.Tensor]:
+    """The base's own embeddings that peft saved beside factors of them, if all adapters agree about them.
+
+    Raises:
+        ValueError: they differ: the base model was resized or trained differently.
+    """
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    for source in sources:
+        for key in source.embeddings:
+            tensor = source.read(key)
+            first, known = found.setdefault(key, (source.name, tensor))
+            if known is not tensor and (known.dtype != tensor.dtype or not torch.equal(known, tensor)):
+                raise ValueError(
+                    f"adapters {first!r} and {source.name!r} were saved with different base embeddings ({key}): their "
+                    "base models differ, or were resized; save them with save_embedding_layers=False"
+                )
+    return {key: tensor.contiguous() for key, (_, tensor) in found.items()}
+
+
+# --- work and output -----------------------------------------------------------------------------------------------
+
+
+def _map(function: Callable[[str], Any], layers: Sequence[str], workers: int | None) -> Iterator[Any]:
+    if workers is None:
+        # With more threads torch splits the work within a layer itself.
+        workers = _processors() if torch.get_num_threads() == 1 else 1
+    if workers < 2:
+        yield from map(function, layers)
+        return
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(function, layers)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_output(output: Path, paths: Sequence[str | os.PathLike[str]], overwrite: bool) -> None:
+    here = Path(os.path.realpath(output))
+    for path in paths:
+        there = Path(os.path.realpath(path))
+        if Path(path).is_dir() and (here == there or here in there.parents):
+            raise ValueError(f"the output {output} is, or holds, the adapter {path}; name another folder")
+    if not output.exists():
+        return
+    if output.is_dir() and not any(output.iterdir()):
+        return
+    if not (output / CONFIG).is_file():
+        raise FileExistsError(f"{output} exists and is no adapter's folder; name another folder")
+    if not overwrite:
+        raise FileExistsError(f"{output} exists already; overwrite it (overwrite=True, --overwrite) or name another")
+
+
+@contextlib.contextmanager
+def _appearing(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that takes its place when the block has ended without an error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = (output.with_name(f"{output.name}.{suffix}") for suffix in ("partial", "old"))
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir()
+    try:
+        yield partial
+        if output.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            output.rename(old)
+        partial.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
