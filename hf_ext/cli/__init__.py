@@ -10,6 +10,7 @@ VERBS = {
     "quantize": ("hf_ext.quantizers.cli:quantize", "Quantise a checkpoint to MXFP4 with OAS and MBS."),
     "cache": ("hf_ext.cache_impls.cli:app", "What a saved key/value cache holds."),
     "train": ("hf_ext.cli.train:app", "Train with a method's script: a YAML file, and flags that override it."),
+    "merge-lora": ("hf_ext.adapters.cli:merge_lora", "Merge LoRA adapters into one adapter of one rank."),
     "demo": ("hf_ext.benchmarks.demo:main", "The main job on a real model: quantise, measure, plot, reload."),
     "bench": ("hf_ext.cli.bench:app", "Measure a method beside its peers."),
     "publish": ("hf_ext.cli.publish:publish_command", "Validate a model or kernel folder and push it to the Hub."),
