@@ -175,7 +175,8 @@ def _checked_pairs(links: Any) -> list[tuple[int, int]]:
     """
     if not isinstance(links, list | tuple) or not links:
         raise ValueError(
-            f"links is {links!r}; it must be one of {', '.join(map(repr, LINK_SETS))} or a list of pairs (source, target)"
+            f"links is {links!r}; it must be one of {', '.join(map(repr, LINK_SETS))} or a list of pairs "
+            "(source, target)"
         )
     pairs = []
     for pair in links:

@@ -8,28 +8,43 @@ round the `forward` of the latter. It calls the library's `forward` once per chu
 """
 
 import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+from transformers.masking_utils import create_masks_for_generate, find_packed_sequence_indices
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .configuration_turboconn import FAMILIES, PREFIX, TurboConnConfig, model_config_class
-from .links import LinksInto, TurboLinks, source_layers, target_layers
+from .links import LinksInto, TurboLinks, allowed_by_mask, shift, source_layers, target_layers
 from .state import TurboStateLayer, state_layer
 
+logger = logging.get_logger(__name__)
+
 LINKS = "turbo_links"
+_SLICED = ("sdpa", "eager")  # attention that takes a ready 4-D mask, so that a chunk's is a slice of the whole
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
 
 
 class _Run:
-    """What the hooks of one backbone share during a call: what to add to targets, and what sources have written."""
+    """What one backbone and its hooks share: what to add to targets, and what sources have written."""
 
     def __init__(self) -> None:
         self.on = True
         self.added: list[torch.Tensor] | None = None
         self.taken: list[torch.Tensor | None] | None = None
+        self.gap: float | None = None  # Jacobi's last measured error
+        self.calls = 0  # training passes since that measurement
 
 
 class _WithLinks:
@@ -46,10 +61,19 @@ class TurboBackbone(_WithLinks):
     """What a decoder's backbone (`LlamaModel`, ...) becomes. Use `patch`, or load a patched checkpoint."""
 
     def setup_links(self) -> None:
-        """Read the settings from the config, make the links and hook the layers that they join."""
+        """Read the settings from the config, make the links and hook the layers that they join.
+
+        Raises:
+            ValueError: The settings do not fit the model.
+        """
         config = self.config
         self.turbo_config = TurboConnConfig.from_dict(config.turboconn)
         self.turbo_config.check_width(config.hidden_size)
+        if getattr(config, "use_bidirectional_attention", False):
+            raise ValueError(
+                "the config has use_bidirectional_attention=True: a link carries what earlier tokens have computed, "
+                "so attention must be causal"
+            )
         pairs = self.turbo_config.pairs(config.num_hidden_layers)
         self.turbo_run = _Run()
         self.turbo_sources, self.turbo_targets = source_layers(pairs), target_layers(pairs)
@@ -65,6 +89,8 @@ class TurboBackbone(_WithLinks):
         for place, target in enumerate(self.turbo_targets):
             hook = functools.partial(self._add, place)
             self.turbo_handles.append(self.layers[target].register_forward_pre_hook(hook, with_kwargs=True))
+        # The library knows by the name of the class what `output_hidden_states` and the like can record.
+        _CAN_RECORD_REGISTRY[self] = self._can_record_outputs
 
     def remove_links(self) -> None:
         """Take away the hooks and the links, whose weights are lost."""
@@ -77,6 +103,11 @@ class TurboBackbone(_WithLinks):
         """Switch the links off (the base model's own single pass) or on again."""
         self.turbo_run.on = bool(on)
 
+    @property
+    def jacobi_gap(self) -> float | None:
+        """Error of Jacobi when it was last measured, as `TurboConnConfig.gap_tol` counts it; None before."""
+        return self.turbo_run.gap
+
     def _take(self, row: int, module: nn.Module, args: tuple, output: Any) -> None:
         if self.turbo_run.taken is not None:
             self.turbo_run.taken[row] = output[0] if isinstance(output, tuple) else output
@@ -85,17 +116,17 @@ class TurboBackbone(_WithLinks):
         if self.turbo_run.added is None:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        added = self.turbo_run.added[place].to(device=hidden.device, dtype=hidden.dtype)
+        added = self.turbo_run.added[place]
         if self.turbo_config.target_scale:
-            added = added * hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
-        hidden = hidden + added
+            added = added * hidden.detach().float().square().mean(-1, keepdim=True).sqrt()
+        hidden = hidden + added.to(device=hidden.device, dtype=hidden.dtype)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
@@ -104,80 +135,412 @@ class TurboBackbone(_WithLinks):
     ) -> Any:
         """The base's forward with links: same arguments, same output.
 
+        A token whose `position_ids` are below `group_size` has no link to read: its document begins there.
+
         Raises:
-            ValueError: A static cache, a cache that another model has filled, packed rows that the attention
-                implementation cannot keep apart; the message says what would work.
+            ValueError: A static cache, a cache that was filled without the links, packed rows that the attention
+                implementation cannot keep apart, and the like; the message says what would work.
         """
-        arguments = dict(attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        inputs = {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs}
         if not self.turbo_run.on:
-            arguments |= dict(cache=cache, use_cache=use_cache)
-            return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **arguments)
+            inputs |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "cache": cache, "use_cache": use_cache}
+            return super().forward(**inputs)
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, one of them")
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        return_dict = inputs.pop("return_dict", getattr(self.config, "return_dict", True))
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        if use_cache is None:
-            use_cache = bool(getattr(self.config, "use_cache", False))
-        return self._exact(inputs_embeds, cache, use_cache, **arguments)
+        if self.training and cache is None and not use_cache and self._parallel(inputs_embeds, inputs):
+            output = self._jacobi(inputs_embeds, **inputs)
+        else:
+            if use_cache is None:
+                use_cache = bool(getattr(self.config, "use_cache", False)) and not self._checkpoints()
+            output = self._exact(inputs_embeds, cache, use_cache, **inputs)
+        return output if return_dict else output.to_tuple()
+
+    def _call(self, **inputs: Any) -> Any:
+        """The library's forward for one pass over some tokens, with the hooks at work."""
+        return super().forward(**inputs)
+
+    def _pass(
+        self, states: torch.Tensor | None, valid: torch.Tensor | None, **inputs: Any
+    ) -> tuple[Any, torch.Tensor]:
+        """One pass of the base model, its links reading `states`.
+
+        Args:
+            states: `[S, B, n, d]`, what the sources wrote `group_size` tokens before; None for no links.
+            valid: `[B or 1, n]`, where a link may be read; None for everywhere.
+            **inputs: For the base's forward.
+
+        Returns:
+            The base's output, and what the sources wrote, `[S, B, n, d]`.
+        """
+        run = self.turbo_run
+        run.added = None if states is None else self.turbo_links(states, valid)
+        run.taken = [None] * len(self.turbo_sources)
+        try:
+            output = self._call(**inputs)
+            device = run.taken[0].device  # layers may lie on several
+            return output, torch.stack([taken.to(device) for taken in run.taken])
+        finally:
+            run.added = run.taken = None
+
+    # --- parallel passes -------------------------------------------------------------------------------------------
+
+    def _parallel(self, embeds: torch.Tensor, inputs: dict[str, Any]) -> bool:
+        """Whether this training pass is Jacobi's; measures its error when it is time to."""
+        settings, run = self.turbo_config, self.turbo_run
+        if settings.train_mode == "exact":
+            return False
+        if settings.n_iters * settings.group_size >= embeds.shape[1]:
+            return True  # as many passes as chunks: no approximation
+        packed = self._is_packed(None, inputs["attention_mask"], inputs["position_ids"], inputs)
+        if packed and self.config._attn_implementation not in _SLICED and settings.train_mode == "jacobi":
+            return True  # there is no exact pass to measure against
+        if torch.is_grad_enabled():
+            if run.gap is None or run.calls >= settings.gap_every:
+                run.gap, run.calls = self._measure_gap(embeds, inputs), 0
+                if run.gap > settings.gap_tol:
+                    use = "exact training is used" if settings.train_mode == "auto" else "use train_mode='exact'"
+                    logger.warning(
+                        f"TurboConn: {settings.n_iters} Jacobi passes are off by {run.gap:.2g} of the hidden states' "
+                        f"root mean square (gap_tol is {settings.gap_tol:g}); {use}, or more n_iters"
+                    )
+            run.calls += 1
+        return settings.train_mode == "jacobi" or run.gap is None or run.gap <= settings.gap_tol
+
+    @torch.no_grad()
+    def _measure_gap(self, embeds: torch.Tensor, inputs: dict[str, Any]) -> float:
+        """Largest error of Jacobi's last hidden states on one batch, over the exact ones' root mean square."""
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("output_")}
+        mask = inputs.get("attention_mask")
+        training = [module for module in self.modules() if module.training]
+        self.eval()  # dropout would differ between the two
+        try:
+            exact = self._exact(embeds, None, False, **inputs).last_hidden_state.float()
+            error = (self._jacobi(embeds, **inputs).last_hidden_state.float() - exact).abs().amax(-1)
+        finally:
+            for module in training:
+                module.training = True
+        size = exact.square().mean(-1)
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            error, size = error[mask != 0], size[mask != 0]
+        gap = error.max() / size.mean().sqrt()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(gap, torch.distributed.ReduceOp.MAX)  # all choose alike
+        return gap.item()
+
+    def _jacobi(
+        self,
+        embeds: torch.Tensor,
+        attention_mask: Any = None,
+        position_ids: torch.LongTensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`n_iters` passes over all tokens at once; the links of a pass read what the pass before it wrote.
+
+        The base model keeps packed documents apart by itself: there is no cache.
+        """
+        group, length = self.turbo_config.group_size, embeds.shape[1]
+        padding, valid = self._links_between(attention_mask, position_ids, length, 0)
+        inputs = {"inputs_embeds": embeds, "attention_mask": attention_mask, "position_ids": position_ids}
+        states = None
+        for _ in range(min(self.turbo_config.n_iters, math.ceil(length / group))):
+            output, states = self._pass(states, valid, cache=None, use_cache=False, **inputs, **kwargs)
+            if padding is not None:
+                states = states.masked_fill(padding[None, ..., None], 0)
+            states = shift(states, group)
+        return output
+
+    # --- the exact recurrence --------------------------------------------------------------------------------------
 
     def _exact(
         self,
         embeds: torch.Tensor,
         cache: Cache | None,
         use_cache: bool,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Chunks of `group_size` tokens, one after the other, with a cache that keeps gradients."""
-        settings, run, length = self.turbo_config, self.turbo_run, embeds.shape[1]
-        group, layer = settings.group_size, None
-        if cache is None:
-            # Whatever the caller wants back, later chunks must see the keys and values of earlier ones.
-            cache = DynamicCache(config=self.config) if use_cache else DynamicCache()
+        group, length = self.turbo_config.group_size, embeds.shape[1]
+        packed = length > 1 and self._is_packed(cache, attention_mask, position_ids, kwargs)
+        if packed:
+            self._refuse_packed(position_ids)
+        layer = past = None
+        fresh = cache is None
+        if fresh:
+            # Whatever the caller wants back, later chunks must see the keys and values of earlier ones. Packed rows
+            # and ready masks need caches that drop nothing.
+            plain = packed or not use_cache or not _is_padding_mask(attention_mask)
+            cache, past = DynamicCache() if plain else DynamicCache(config=self.config), 0
         else:
-            layer = state_layer(cache)
-        past = cache.get_seq_length()
+            layer, past = self._checked_state(cache, embeds.shape[0])
+        if _is_padding_mask(attention_mask) and attention_mask is not None:
+            if attention_mask.shape[-1] != past + length:
+                raise ValueError(
+                    f"attention_mask has {attention_mask.shape[-1]} columns; it must have one for each of the {past} "
+                    f"tokens in the cache and the {length} new ones"
+                )
+            if length > 1 and bool(attention_mask.all()):
+                attention_mask = None
+        padding, valid = self._links_between(attention_mask, position_ids, length, past)
         window = None if layer is None else layer.window()
         if window is None:
             window = embeds.new_zeros(len(self.turbo_sources), embeds.shape[0], group, embeds.shape[2])
-        padding = None
-        if attention_mask is not None:
-            padding = attention_mask[:, past:] == 0
-        valid = None if position_ids is None else position_ids >= group
-
-        outputs, kept = [], []
-        for start in range(0, length, group):
-            end = min(start + group, length)
-            chunk = slice(start, end)
-            run.added = self.turbo_links(window[:, :, : end - start], None if valid is None else valid[:, chunk])
-            run.taken = [None] * len(self.turbo_sources)
-            try:
-                output = super().forward(
-                    inputs_embeds=embeds[:, chunk],
-                    attention_mask=None if attention_mask is None else attention_mask[:, : past + end],
-                    position_ids=None if position_ids is None else position_ids[:, chunk],
-                    cache=cache,
-                    use_cache=True,
-                    **kwargs,
-                )
-                states = torch.stack(run.taken)
-            finally:
-                run.added = run.taken = None
-            if padding is not None:
-                states = states.masked_fill(padding[None, :, chunk, None], 0)
-            window = states if end - start == group else torch.cat([window[:, :, end - start :], states], dim=2)
-            outputs.append(output)
-            kept.append(states)
+        work = {
+            "embeds": embeds,
+            "position_ids": position_ids,
+            "masks": self._chunk_masks(embeds, attention_mask, position_ids, cache, past, packed),
+            "padding": padding,
+            "valid": valid,
+            "kwargs": kwargs,
+        }
+        recorded = any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
+        segments = fresh and not use_cache and not recorded and self._checkpoints()
+        with self._library_checkpointing_off():
+            if segments:
+                return self._checkpointed(window, work)
+            outputs, states, _ = self._chunks(0, length, window, cache, **work)
         if use_cache:
             if layer is None:
-                layer = TurboStateLayer(group, settings.history)
+                layer = self._new_state_layer()
                 cache.layers.append(layer)
-            layer.append(torch.cat(kept, dim=2))
-        if len(outputs) > 1:
-            output["last_hidden_state"] = torch.cat([output.last_hidden_state for output in outputs], dim=1)
+            layer.append(torch.cat(states, dim=2) if len(states) > 1 else states[0])
+        output = outputs[-1] if len(outputs) == 1 else _joined(outputs, past)
         output["cache"] = cache if use_cache else None
         return output
+
+    def _chunks(
+        self,
+        start: int,
+        end: int,
+        window: torch.Tensor,
+        cache: Cache,
+        *,
+        embeds: torch.Tensor,
+        position_ids: torch.LongTensor | None,
+        masks: Callable[[int, int], Any],
+        padding: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[list[Any], list[torch.Tensor], torch.Tensor]:
+        """The chunks of the tokens `start` to `end`, of which `start` is a multiple of `group_size`.
+
+        Args:
+            window: `[S, B, g, d]`, the states that the first chunk's links read.
+            cache: Holds what came before; gets the new keys and values.
+            embeds, position_ids, padding, valid: Of all tokens.
+            masks: (first, last) of a chunk -> its attention mask.
+            kwargs: For the base's forward.
+
+        Returns:
+            Outputs and states of each chunk, and the window of the next.
+        """
+        group, cut = self.turbo_config.group_size, self.turbo_config.bptt_window
+        outputs, written = [], []
+        for first in range(start, end, group):
+            last = min(first + group, end)
+            number = last - first
+            if cut is not None and first and first // group % cut == 0:
+                window = window.detach()
+            output, states = self._pass(
+                window[:, :, :number],
+                None if valid is None else valid[:, first:last],
+                inputs_embeds=embeds[:, first:last],
+                attention_mask=masks(first, last),
+                position_ids=None if position_ids is None else position_ids[:, first:last],
+                cache=cache,
+                use_cache=True,
+                **kwargs,
+            )
+            if padding is not None:
+                states = states.masked_fill(padding[None, :, first:last, None], 0)
+            window = states if number == group else torch.cat([window[:, :, number:], states], dim=2)
+            outputs.append(output)
+            written.append(states)
+        return outputs, written, window
+
+    def _checkpointed(self, window: torch.Tensor, work: dict[str, Any]) -> Any:
+        """As `_chunks` over all tokens, but what a segment of chunks computed is computed again in the backward pass.
+
+        The library checkpoints each layer without the cache, which would cut every chunk off from its past. Here keys
+        and values go into the checkpointed function as tensors, one pair a layer and earlier segment, so that nothing
+        of the size of tokens times tokens is kept.
+        """
+        embeds, layers = work.pop("embeds"), self.config.num_hidden_layers
+        group, length = self.turbo_config.group_size, embeds.shape[1]
+        step = group * math.isqrt(math.ceil(length / group) - 1) + group  # about sqrt(chunks) segments of as many
+
+        def segment(start: int, embeds: torch.Tensor, window: torch.Tensor, *pieces: torch.Tensor) -> tuple:
+            cache = DynamicCache()
+            for index in range(layers if start else 0):
+                keys, values = pieces[2 * index :: 2 * layers], pieces[2 * index + 1 :: 2 * layers]
+                cache.update(torch.cat(keys, dim=-2), torch.cat(values, dim=-2), index)
+            with self._library_checkpointing_off():  # in the recomputation too, which comes when all is long over
+                end = min(start + step, length)
+                outputs, _, window = self._chunks(start, end, window, cache, embeds=embeds, **work)
+            hidden = torch.cat([output.last_hidden_state for output in outputs], dim=1)
+            # Copies: a view would keep the keys and values of all tokens before alive.
+            new = [side[..., start:, :].clone() for layer in cache.layers for side in (layer.keys, layer.values)]
+            return hidden, window, *new
+
+        options = getattr(getattr(self, "_gradient_checkpointing_func", None), "keywords", None) or {}
+        options = {**options, "use_reentrant": False}
+        pieces, parts = [], []
+        for start in range(0, length, step):
+            part, window, *new = checkpoint(segment, start, embeds, window, *pieces, **options)
+            parts.append(part)
+            pieces += new
+        return BaseModelOutputWithPast(last_hidden_state=torch.cat(parts, dim=1))
+
+    def _checkpoints(self) -> bool:
+        return self.training and torch.is_grad_enabled() and getattr(self, "gradient_checkpointing", False)
+
+    @contextmanager
+    def _library_checkpointing_off(self) -> Iterator[None]:
+        """Keep the library from checkpointing layers, for which it takes their cache away."""
+        found = []
+        if self._checkpoints():
+            found = [module for module in self.modules() if getattr(module, "gradient_checkpointing", False)]
+        for module in found:
+            module.gradient_checkpointing = False
+        try:
+            yield
+        finally:
+            for module in found:
+                module.gradient_checkpointing = True
+
+    # --- caches, masks and documents -------------------------------------------------------------------------------
+
+    def _new_state_layer(self) -> TurboStateLayer:
+        return TurboStateLayer(self.turbo_config.group_size, self.turbo_config.history)
+
+    def add_state_layer(self, cache: Any) -> None:
+        """Give an empty dynamic cache its place for the links' states, as the first call would; others are left."""
+        if not isinstance(cache, Cache) or cache.get_seq_length() > 0 or state_layer(cache) is not None:
+            return
+        while cache.layer_class_to_replicate is not None and len(cache.layers) < self.config.num_hidden_layers:
+            cache.layers.append(cache.layer_class_to_replicate())
+        if len(cache.layers) == self.config.num_hidden_layers and not cache.is_compileable:
+            cache.layers.append(self._new_state_layer())
+
+    def _checked_state(self, cache: Any, batch: int) -> tuple[TurboStateLayer | None, int]:
+        """The state in a caller's cache, and how many tokens that holds.
+
+        Raises:
+            ValueError: The cache is of a kind without room for the state, or does not hold one that fits.
+        """
+        if not isinstance(cache, Cache) or cache.is_compileable:
+            raise ValueError(
+                f"{type(cache).__name__} cannot hold the states of TurboConn's links, which grow with the sequence; "
+                "use a DynamicCache (cache_implementation='dynamic', the default) or a quantized cache"
+            )
+        layer, past = state_layer(cache), cache.get_seq_length()
+        seen = 0 if layer is None else layer.seen
+        if seen != past:
+            raise ValueError(
+                f"the cache holds {past} tokens but the links' states of {seen}: it was filled without the links (by "
+                "the base model, or after set_links(False)), or cropped further than the states reach. Start with an "
+                "empty cache"
+            )
+        if past and layer.states.shape[1] != batch:
+            raise ValueError(f"the cache holds {layer.states.shape[1]} sequences, but {batch} were given")
+        return layer, past
+
+    def _is_packed(
+        self, cache: Cache | None, mask: Any, position_ids: torch.LongTensor | None, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether rows hold several documents, which the library tells by positions, with neither mask nor cache."""
+        if any(kwargs.get(name) is not None for name in _VARLEN):
+            return True
+        if position_ids is None or mask is not None or cache is not None:
+            return False
+        return find_packed_sequence_indices(position_ids) is not None
+
+    def _refuse_packed(self, position_ids: torch.LongTensor | None) -> None:
+        """Refuse packed rows that the attention implementation cannot keep apart chunk by chunk."""
+        if self.config._attn_implementation not in _SLICED:
+            raise ValueError(
+                f"the rows are packed (several documents in one) and attn_implementation is "
+                f"{self.config._attn_implementation!r}, which cannot keep them apart when tokens run in chunks; use "
+                "'sdpa' or 'eager', train_mode='jacobi', or rows that are not packed (in SFTConfig packing=False, "
+                "padding_free=False)"
+            )
+        if position_ids is None:
+            raise ValueError("packed rows need position_ids that start again at 0 with each document; got None")
+
+    def _links_between(
+        self, mask: Any, position_ids: torch.LongTensor | None, length: int, past: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Which tokens are padding, and which may read the token `group_size` before them.
+
+        Returns:
+            `[B, n]`, True for padding, or None; `[B or 1, n]`, True where a link may be read, or None for everywhere.
+        """
+        group, padding = self.turbo_config.group_size, None
+        valid = None if position_ids is None else position_ids >= group
+        if isinstance(mask, dict):
+            mask = mask.get("full_attention", next(iter(mask.values())))
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            padding = mask[:, past:] == 0
+        elif isinstance(mask, torch.Tensor):
+            # A ready mask says who may attend to whom; a link is no way round it.
+            reads = allowed_by_mask(mask, past, group)
+            valid = reads if valid is None else valid & reads
+        return padding, valid
+
+    def _chunk_masks(
+        self,
+        embeds: torch.Tensor,
+        mask: Any,
+        position_ids: torch.LongTensor | None,
+        cache: Cache,
+        past: int,
+        packed: bool,
+    ) -> Callable[[int, int], Any]:
+        """What to hand the base's forward as attention mask, for the chunk of the tokens `first` to `last`.
+
+        Made once for all chunks and sliced where it can be: it costs as much as a small layer.
+
+        Raises:
+            ValueError: A ready mask of another kind or shape than chunks can be cut from.
+        """
+        length = embeds.shape[1]
+        single = length <= self.turbo_config.group_size
+        ready = not _is_padding_mask(mask)
+        if ready and not single:
+            sizes = [part.shape[-1] for part in _parts(mask) if isinstance(part, torch.Tensor)]
+            if len(sizes) != len(_parts(mask)) or any(size != past + length for size in sizes):
+                raise ValueError(
+                    "a ready attention mask must be a 4-D tensor (or a dictionary of them) with a column for each "
+                    f"of the {past + length} tokens, to be cut into chunks; give a 2-D mask instead"
+                )
+            if any(cache.is_sliding):
+                raise ValueError(
+                    "a ready 4-D attention mask cannot be cut into chunks beside a cache with sliding windows; give a "
+                    "2-D mask, or a DynamicCache() made without config"
+                )
+        if single and (ready or not packed):
+            return lambda first, last: mask
+        known = self.config._attn_implementation in _SLICED
+        sliced = ready or (known and past == 0 and not any(cache.is_sliding))
+        if not sliced:
+            return lambda first, last: None if mask is None else mask[:, : past + last]
+        whole = mask
+        if not ready:
+            documents = position_ids if packed else None
+            whole = create_masks_for_generate(
+                config=self.config, inputs_embeds=embeds, attention_mask=mask, cache=None, position_ids=documents
+            )
+            parts = _parts(whole)
+            if self.turbo_config.group_size == 1 and all(part is None for part in parts):
+                return lambda first, last: None  # one query sees all keys: the base finds that out by itself
+            if any(part is None for part in parts):
+                causal = torch.ones(length, length, dtype=torch.bool, device=embeds.device).tril()[None, None]
+                whole = _mapped(whole, lambda part: causal if part is None else part)
+        return lambda first, last: _mapped(whole, lambda part: part[:, :, first:last, : past + last])
 
 
 class TurboCausalLM(_WithLinks):
@@ -193,33 +556,111 @@ class TurboCausalLM(_WithLinks):
         """Switch the links off (the base model's own single pass) or on again."""
         self.model.set_links(on)
 
+    def save_pretrained(self, save_directory: Any, *args: Any, keep_links: bool = True, **kwargs: Any) -> Any:
+        """Save the model, with the code that it needs, or with `keep_links=False` the base model without links."""
+        if keep_links:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("state_dict") is not None:
+            kept = {name: value for name, value in kwargs["state_dict"].items() if f"{LINKS}." not in name}
+            kwargs["state_dict"] = kept
+        patched, config = type(self), self.config
+        settings, auto_map = config.turboconn, config.__dict__.pop("auto_map", None)
+        links = self.model._modules.pop(LINKS)
+        config_class = type(config)
+        try:
+            del config.turboconn
+            config.__class__, self.__class__ = config_class.turboconn_base, patched.turboconn_base
+            return self.save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            config.__class__, self.__class__ = config_class, patched
+            config.turboconn = settings
+            if auto_map is not None:
+                config.auto_map = auto_map
+            self.model._modules[LINKS] = links
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> Any:
+        wanted = generation_config.cache_implementation
+        if self.model.turbo_run.on and wanted in ALL_STATIC_CACHE_IMPLEMENTATIONS:
+            raise ValueError(
+                f"cache_implementation is {wanted!r}: a static cache cannot hold the states of TurboConn's links; use "
+                "'dynamic' (the default), 'offloaded' or 'quantized'"
+            )
+        prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if self.model.turbo_run.on:
+            # Before the first call, so that assisted generation can tell the layer to record.
+            self.model.add_state_layer(model_kwargs.get("cache"))
+            if generation_config.is_assistant and model_kwargs.get("cache") is not None:
+                model_kwargs["cache"].activate_past_recording()
+        return prepared
+
+
+def _is_padding_mask(mask: Any) -> bool:
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+
+
+def _parts(masks: Any) -> list[Any]:
+    return list(masks.values()) if isinstance(masks, dict) else [masks]
+
+
+def _mapped(masks: Any, change: Callable[[Any], Any]) -> Any:
+    return {name: change(part) for name, part in masks.items()} if isinstance(masks, dict) else change(masks)
+
+
+def _joined(outputs: list[Any], past: int) -> Any:
+    """One output for all chunks: sequences in a row, attention padded to the keys of the last chunk.
+
+    Raises:
+        ValueError: Attention of layers whose cache has dropped keys, so that the columns do not match.
+    """
+    last = outputs[-1]
+    last["last_hidden_state"] = torch.cat([output.last_hidden_state for output in outputs], dim=1)
+    if last.get("hidden_states") is not None:
+        layers = zip(*(output.hidden_states for output in outputs), strict=True)
+        last["hidden_states"] = tuple(None if parts[0] is None else torch.cat(parts, dim=1) for parts in layers)
+    if last.get("attentions") is not None:
+        total = past
+        for output in outputs:
+            total += output.attentions[0].shape[-2]
+            if any(part.shape[-1] != total for part in output.attentions):
+                raise ValueError(
+                    "output_attentions: a sliding-window cache has dropped keys, so the chunks' columns do not match; "
+                    "pass use_cache=False"
+                )
+        layers = zip(*(output.attentions for output in outputs), strict=True)
+        last["attentions"] = tuple(
+            torch.cat([nn.functional.pad(part, (0, total - part.shape[-1])) for part in parts], dim=2)
+            for parts in layers
+        )
+    return last
+
 
 def backbone_class(base: type) -> type:
     """The class of a backbone with links, made from the library's."""
-    return _generated(TurboBackbone, base, {"turboconn_base": base})
+    return _generated(TurboBackbone, base, {})
 
 
 def causal_class(base: type) -> type:
     """The class of a causal language model with links, made from the library's."""
-    body = {
-        "config_class": model_config_class(base.config_class.model_type),
-        "turboconn_base": base,
-        "_auto_class": "AutoModelForCausalLM",
-    }
-    return _generated(TurboCausalLM, base, body)
+    config = model_config_class(base.config_class.model_type)
+    return _generated(TurboCausalLM, base, {"config_class": config, "_auto_class": "AutoModelForCausalLM"})
 
 
 def _generated(mixin: type, base: type, body: dict[str, Any]) -> type:
     name = PREFIX + base.__name__
     if name not in globals():  # as a module attribute, so that instances can be pickled
         doc = f"`{base.__name__}` with TurboConn links."
-        globals()[name] = type(name, (mixin, base), {"__module__": __name__, "__doc__": doc, **body})
+        names = {"__module__": __name__, "__doc__": doc, "turboconn_base": base, **body}
+        globals()[name] = type(name, (mixin, base), names)
     return globals()[name]
 
 
 def __getattr__(name: str) -> type:
     for _, start in FAMILIES.values():
-        base = getattr(transformers, f"{start}ForCausalLM", None) if name == f"{PREFIX}{start}ForCausalLM" else None
-        if base is not None:
-            return causal_class(base)
+        if name == f"{PREFIX}{start}ForCausalLM":
+            return causal_class(getattr(transformers, f"{start}ForCausalLM"))
+        for kind in ("Model", "TextModel"):
+            if name == f"{PREFIX}{start}{kind}" and hasattr(transformers, f"{start}{kind}"):
+                return backbone_class(getattr(transformers, f"{start}{kind}"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .configuration_turboconn import FAMILIES, TurboConnConfig, model_config_class, supported
@@ -54,10 +55,20 @@ def check(model: Any, config: TurboConnConfig) -> str:
     Raises:
         ValueError: As `patch`.
     """
-    name = type(model).__name__
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type not in FAMILIES or name != f"{FAMILIES[model_type][1]}ForCausalLM":
-        raise ValueError(f"{name} is not supported; TurboConn patches {supported()}")
+    name, settings = type(model).__name__, getattr(model, "config", None)
+    if hasattr(settings, "turboconn"):
+        raise ValueError(f"{name} has TurboConn links already; call unpatch(model) first to give it other ones")
+    if hasattr(model, "peft_config"):
+        raise ValueError(f"{name} has adapters; patch the base model first and add the adapters to that")
+    if getattr(settings, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"{name} is quantized; patch the model in full precision (load it without quantization_config, or with "
+            "dequantize=True where the method has that)"
+        )
+    model_type = getattr(settings, "model_type", None)
+    wanted = f"{FAMILIES[model_type][1]}ForCausalLM" if model_type in FAMILIES else None
+    if wanted is None or type(model) is not getattr(transformers, wanted):
+        raise ValueError(f"{name} (model_type {model_type!r}) is not supported; TurboConn patches {supported()}")
     config.pairs(model.config.num_hidden_layers)
     config.check_width(model.config.hidden_size)
     return model_type
@@ -72,12 +83,16 @@ def unpatch(model: Any) -> Any:
     Raises:
         ValueError: The model has no links.
     """
+    if hasattr(model, "peft_config"):
+        raise ValueError(f"{type(model).__name__} has adapters; unpatch what merge_and_unload() or unload() returns")
     backbone = getattr(model, "model", None)
     if not hasattr(backbone, "remove_links"):
         raise ValueError(f"{type(model).__name__} has no TurboConn links to remove")
     backbone.remove_links()
     backbone.__class__ = type(backbone).turboconn_base
     model.__class__ = type(model).turboconn_base
-    del model.config.turboconn
-    model.config.__class__ = type(model.config).turboconn_base
+    config = model.config
+    del config.turboconn
+    config.__dict__.pop("auto_map", None)  # which saving has written, for the patched classes
+    config.__class__ = type(config).turboconn_base
     return model
