@@ -37,6 +37,7 @@ class KernelEntry(NamedTuple):
 
 
 KERNELS: dict[str, KernelEntry] = {
+    "flash_lora_attention": KernelEntry("hf-ext/flash_lora_attention", 1, "hf_ext.cache_impls.lragent.reference"),
     "mxfp4_gemm": KernelEntry("hf-ext/mxfp4_gemm", 1, "hf_ext.quantizers.mxfp4.reference"),
     "patternkv_attention": KernelEntry("hf-ext/patternkv_attention", 1, "hf_ext.cache_impls.patternkv.reference"),
 }

@@ -44,7 +44,7 @@ def flash_lora_attention(
             None: no adapter there. The ranks of the two may differ.
         b_k, b_v: [Hk * D, r], the adapter's second matrix (``lora_B.weight``). None where u is.
         cos, sin: [B or 1, T, R] from the model's own ``rotary_emb``, R even and at most D; both halves of a row are
-            the same there, and the first is read. None where u_k is.
+            the same there, and the first is read. None: nothing is rotated (layers without positions), or u_k is None.
         scale: of the logits.
         lora_scale_k, lora_scale_v: of the adapter (``scaling`` of peft); not read where u is None.
         causal: whether a query sees no token behind its own position.
@@ -83,7 +83,7 @@ def flash_lora_attention(
             rank = _check_rank(f"u_{side}", u)
             _check_tensor(f"u_{side}", u, (rows, tokens, rank), _FLOATS, query)
             _check_tensor(f"b_{side}", b, (kv_heads * head_dim, rank), _FLOATS, query)
-    _check_rotation(cos, sin, u_k, query, tokens)
+    _check_rotation(cos, sin, query, tokens)
     if kv_start is not None:
         _check_tensor("kv_start", kv_start, (rows,), (torch.int32, torch.int64), query)
     _check_no_gradients(query=query, key=key, value=value, u_k=u_k, u_v=u_v, b_k=b_k, b_v=b_v, cos=cos, sin=sin)
@@ -138,13 +138,10 @@ def _check_rank(name, u) -> int:
     return rank
 
 
-def _check_rotation(cos, sin, u_k, query, tokens) -> None:
-    """Cosines and sines: of every token, both or none, and given where keys are rebuilt."""
+def _check_rotation(cos, sin, query, tokens) -> None:
     if (cos is None) != (sin is None):
-        raise ValueError(f"{_one_of('cos', cos, 'sin', sin)}: give both")
+        raise ValueError(f"{_one_of('cos', cos, 'sin', sin)}: give both, or neither where nothing is rotated")
     if cos is None:
-        if u_k is not None:
-            raise ValueError("cos and sin are None: u_k needs them, since its part of the keys is rotated here")
         return
     rows, _, _, head_dim = query.shape
     if cos.ndim != 3 or cos.shape[0] not in (1, rows) or not 0 < cos.shape[2] <= head_dim or cos.shape[2] % 2:

@@ -1,0 +1,68 @@
+"""The launch configurations that ship, read by the launcher and the ahead-of-time check, and how work is cut."""
+
+ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+MAX_HEAD_DIM = 128
+HEAD_DIM_UNIT = 8
+MAX_RANK = 64
+
+# The first entry that fits is used: up to `max_rows` rows (queries times query heads of a KV head) a block.
+ATTEND = [
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
+    {"dtypes": ("fp32",), "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+]
+MERGE = {"BLOCK_S": 16, "num_warps": 4, "num_stages": 1}
+
+# Fewer tokens a program cost more in merging than they bring.
+MIN_CHUNK = 128
+
+_LAUNCH_KEYS = ("num_warps", "num_stages")
+
+
+def launch_options(entry: dict) -> dict:
+    """num_warps and num_stages of an entry."""
+    return {key: entry[key] for key in _LAUNCH_KEYS}
+
+
+def block(size: int) -> int:
+    """``size`` rounded up to a power of two that `tl.dot` takes."""
+    return max(16, 1 << (size - 1).bit_length()) if size else 16
+
+
+def blocks(head_dim: int, rank_k: int, rank_v: int, rotary: int) -> dict[str, int]:
+    """The kernel's padded sizes of channels, rotated halves, channels that stay, and ranks."""
+    return {
+        "BLOCK_D": block(head_dim),
+        "BLOCK_HALF": block(rotary // 2),
+        "BLOCK_REST": block(head_dim - rotary),
+        "BLOCK_RK": block(rank_k),
+        "BLOCK_RV": block(rank_v),
+    }
+
+
+def attend_entry(target: str, dtype: str, rows: int, head_dim: int, rank_k: int, rank_v: int) -> dict:
+    """The entry of ATTEND for a target, a dtype ("bf16", "fp16", "fp32"), rows of a KV head, channels and ranks."""
+    return next(
+        entry
+        for entry in ATTEND
+        if target in entry.get("targets", ALL)
+        and dtype in entry["dtypes"]
+        and rows <= entry.get("max_rows", rows)
+        and block(head_dim) <= entry.get("max_columns", MAX_HEAD_DIM)
+        and rank_k <= entry.get("max_rank_k", MAX_RANK)
+        and rank_v <= entry.get("max_rank_v", MAX_RANK)
+    )
+
+
+def split_count(programs: int, tokens: int, processors: int) -> tuple[int, int]:
+    """Number of parts the tokens are cut into, and the tokens of a part (a multiple of 64).
+
+    Args:
+        programs: of one part: B * kv_heads * blocks of rows.
+        tokens: that a query may see.
+        processors: of the device. There are at least two programs a processor, tokens permitting.
+    """
+    wanted = -(-2 * processors // programs)
+    chunk = max(MIN_CHUNK, tokens // wanted // 64 * 64) if wanted > 1 else max(64, -(-tokens // 64) * 64)
+    return -(-tokens // chunk), chunk
