@@ -12,6 +12,7 @@ VERBS = {
     "train": ("hf_ext.cli.train:app", "Train with a method's script: a YAML file, and flags that override it."),
     "merge-lora": ("hf_ext.adapters.cli:merge_lora", "Merge LoRA adapters into one adapter of one rank."),
     "demo": ("hf_ext.benchmarks.demo:main", "The main job on a real model: quantise, measure, plot, reload."),
+    "audit": ("hf_ext.cli.audit:app", "Look through what a method wrote down: verdicts of the CaT trainer."),
     "bench": ("hf_ext.cli.bench:app", "Measure a method beside its peers."),
     "publish": ("hf_ext.cli.publish:publish_command", "Validate a model or kernel folder and push it to the Hub."),
     "kernels": ("hf_ext.cli.kernels:app", "List, check and compile kernel repositories."),

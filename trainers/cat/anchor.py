@@ -305,7 +305,7 @@ def resolve_anchor(trainer: "GRPOTrainer", anchor: Any, *, passed_instance: bool
 
     Args:
         trainer: The trainer.
-        anchor: None for the initial policy; `"policy"`; a model or its path; a `ChatBackend`; or `fn(messages) -> str`.
+        anchor: None for the initial policy, `"policy"`, a model, its path, a chat back end, or `fn(messages) -> str`.
         passed_instance: Whether the policy was passed as a model and not by name.
         loading: Arguments of `from_pretrained` for a checkpoint that is loaded again.
 

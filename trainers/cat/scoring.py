@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,21 @@ class Scorer:
         self.aggregator = aggregator
         self.judge = judge
 
-    def __call__(self, groups: Sequence[Group]) -> list[Outcome]:
-        """One outcome for each group, in their order."""
+    def __call__(self, groups: Sequence[Group], rubrics: Mapping[int, Rubric] | None = None) -> list[Outcome]:
+        """Score groups.
+
+        Args:
+            groups: Any number of them.
+            rubrics: Criteria that are there already, by the group's index; without them the anchor writes some.
+
+        Returns:
+            One outcome for each group, in their order.
+        """
         config = self.tools.config
         references = self.aggregator(groups)
         kinds = [self._kind(group, reference) for group, reference in zip(groups, references)]
-        rubrics = self._rubrics(groups, references, kinds)
+        if rubrics is None:
+            rubrics = self._rubrics(groups, references, kinds)
         outcomes = []
         for i, (group, reference) in enumerate(zip(groups, references)):
             outcome = Outcome(reference, kinds[i], [None] * len(group.completions))
