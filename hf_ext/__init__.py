@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 # Module that defines them -> public names. One line per method.
 _EXPORTS = {
+    "hf_ext.adapters.ctm": ["CtMConfig", "add_ctm_adapter", "merge_adapter_folders", "merge_lora_tensors"],
     "hf_ext.cache_impls.patternkv": ["PatternKVCache", "PatternKVConfig"],
     "hf_ext.quantizers.mxfp4": [
         "MXFP4Config",
@@ -29,7 +30,7 @@ _EXPORTS = {
     "hf_ext.registry": ["list_methods"],
 }
 # Optional library -> names above that need it. Where it is missing, `from hf_ext import *` goes without them.
-_NEEDS = {"peft": ["load_adapter", "prepare_lora_config"]}
+_NEEDS = {"peft": ["add_ctm_adapter", "load_adapter", "merge_adapter_folders", "prepare_lora_config"]}
 _WINGS = [
     "adapters",
     "benchmarks",
@@ -47,6 +48,10 @@ __getattr__, __dir__, __all__ = attach(__name__, _EXPORTS, submodules=_WINGS, ne
 _registration.install()
 
 if TYPE_CHECKING:  # for editors and type checkers only; a test keeps it equal to _EXPORTS
+    from hf_ext.adapters.ctm import CtMConfig as CtMConfig
+    from hf_ext.adapters.ctm import add_ctm_adapter as add_ctm_adapter
+    from hf_ext.adapters.ctm import merge_adapter_folders as merge_adapter_folders
+    from hf_ext.adapters.ctm import merge_lora_tensors as merge_lora_tensors
     from hf_ext.cache_impls.patternkv import PatternKVCache as PatternKVCache
     from hf_ext.cache_impls.patternkv import PatternKVConfig as PatternKVConfig
     from hf_ext.kernel_lookup import load_kernel as load_kernel
