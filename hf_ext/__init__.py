@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "hf_ext.adapters.ctm": ["CtMConfig", "add_ctm_adapter", "merge_adapter_folders", "merge_lora_tensors"],
     "hf_ext.cache_impls.patternkv": ["PatternKVCache", "PatternKVConfig"],
+    "hf_ext.model_patches.turboconn": ["TurboConnConfig"],
     "hf_ext.quantizers.mxfp4": [
         "MXFP4Config",
         "MXFP4HfQuantizer",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # for editors and type checkers only; a test keeps it equal t
     from hf_ext.cache_impls.patternkv import PatternKVCache as PatternKVCache
     from hf_ext.cache_impls.patternkv import PatternKVConfig as PatternKVConfig
     from hf_ext.kernel_lookup import load_kernel as load_kernel
+    from hf_ext.model_patches.turboconn import TurboConnConfig as TurboConnConfig
     from hf_ext.publishing import publish_kernel as publish_kernel
     from hf_ext.publishing import publish_model as publish_model
     from hf_ext.quantizers.mxfp4 import MXFP4Config as MXFP4Config

@@ -108,6 +108,7 @@ METHODS: tuple[Method, ...] = (
         wing="model_patches",
         title="Turbo Connection: Reasoning as Information Flow from Higher to Lower Layers",
         summary="Links from higher layers of one token to lower layers of the next",
+        status="available",
         arxiv="2602.17993",
     ),
     Method(

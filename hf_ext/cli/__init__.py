@@ -8,6 +8,7 @@ VERBS = {
     "list": ("hf_ext.cli.methods:list_command", "Methods of this version: what each does and where it lives."),
     "env": ("hf_ext.cli.environment:env_command", "Versions, devices, extras, and which kernels would run and why."),
     "quantize": ("hf_ext.quantizers.cli:quantize", "Quantise a checkpoint to MXFP4 with OAS and MBS."),
+    "patch": ("hf_ext.model_patches.cli:app", "Patch a checkpoint with a method's changes to the model."),
     "cache": ("hf_ext.cache_impls.cli:app", "What a saved key/value cache holds."),
     "train": ("hf_ext.cli.train:app", "Train with a method's script: a YAML file, and flags that override it."),
     "merge-lora": ("hf_ext.adapters.cli:merge_lora", "Merge LoRA adapters into one adapter of one rank."),

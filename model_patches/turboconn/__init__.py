@@ -3,3 +3,5 @@
 from .configuration_turboconn import TurboConnConfig as TurboConnConfig
 from .patching import patch as patch
 from .patching import unpatch as unpatch
+from .training import JacobiGapCallback as JacobiGapCallback
+from .training import parameter_groups as parameter_groups

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .configuration_turboconn import FAMILIES, TurboConnConfig, model_config_class, supported
 from .modeling_turboconn import backbone_class, causal_class
@@ -56,22 +56,37 @@ def check(model: Any, config: TurboConnConfig) -> str:
         ValueError: As `patch`.
     """
     name, settings = type(model).__name__, getattr(model, "config", None)
-    if hasattr(settings, "turboconn"):
-        raise ValueError(f"{name} has TurboConn links already; call unpatch(model) first to give it other ones")
     if hasattr(model, "peft_config"):
         raise ValueError(f"{name} has adapters; patch the base model first and add the adapters to that")
-    if getattr(settings, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
+    if not isinstance(settings, PreTrainedConfig):
+        raise ValueError(f"{name} is not a transformers model; TurboConn patches {supported()}")
+    check_config({**settings.to_dict(), "architectures": [name]}, config)
+    model_type = settings.model_type
+    if type(model) is not getattr(transformers, name, None):
+        raise ValueError(f"{name} is a class of {type(model).__module__}; TurboConn patches transformers' own {name}")
+    return model_type
+
+
+def check_config(values: dict[str, Any], config: TurboConnConfig) -> None:
+    """Refuse a checkpoint by the content of its `config.json`, before its weights are read.
+
+    Raises:
+        ValueError: As `patch`.
+    """
+    model_type = values.get("model_type")
+    name = (values.get("architectures") or [f"a model of type {model_type!r}"])[0]
+    if "turboconn" in values:
+        raise ValueError(f"{name} has TurboConn links already; unpatch(model) first, or start from the base model")
+    if values.get("quantization_config") is not None:
         raise ValueError(
             f"{name} is quantized; patch the model in full precision (load it without quantization_config, or with "
             "dequantize=True where the method has that)"
         )
-    model_type = getattr(settings, "model_type", None)
-    wanted = f"{FAMILIES[model_type][1]}ForCausalLM" if model_type in FAMILIES else None
-    if wanted is None or type(model) is not getattr(transformers, wanted):
+    if model_type not in FAMILIES or name != f"{FAMILIES[model_type][1]}ForCausalLM":
         raise ValueError(f"{name} (model_type {model_type!r}) is not supported; TurboConn patches {supported()}")
-    config.pairs(model.config.num_hidden_layers)
-    config.check_width(model.config.hidden_size)
-    return model_type
+    base = model_config_class(model_type).turboconn_base.from_dict(values)
+    config.pairs(base.num_hidden_layers)
+    config.check_width(base.hidden_size)
 
 
 def unpatch(model: Any) -> Any:

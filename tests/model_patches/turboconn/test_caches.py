@@ -1,4 +1,4 @@
-"""The state of the links follows whatever a cache goes through: beams, crops, repeats, assistants, quantized layers."""
+"""The state of the links follows whatever a cache goes through: beams, crops, repeats, assistants, other layers."""
 
 import copy
 
