@@ -2,6 +2,7 @@
 #   make demo   the main job: quantise a real model, measure it, reload it (under demo/)
 #   make test   all tests, the slow ones too
 #   make check  formatting and lint
+#   make fixtures   the tiny models and data sets of examples/configs/ (under examples/fixtures/)
 # Another environment: make test VENV=/tmp/env. Another interpreter: make test PYTHON=python3.12.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PYTEST_ARGS ?=
 # constraints.txt holds torch to a version that resolves to a CPU build of ordinary size.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format fixtures clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hf-ext demo
@@ -29,6 +30,9 @@ format: $(VENV)/.installed-check
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+fixtures: $(VENV)/.installed-fixtures
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python examples/fixtures.py
+
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
 
@@ -39,6 +43,10 @@ $(VENV)/.installed-demo: pyproject.toml setup.py constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(INSTALL) --editable ".[dev]"
+	touch $@
+
+$(VENV)/.installed-fixtures: pyproject.toml setup.py constraints.txt | $(BIN)/python
+	$(INSTALL) --editable ".[trainers]"
 	touch $@
 
 # ruff alone: a lint run should not install torch.
