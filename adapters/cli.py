@@ -40,6 +40,9 @@ def merge_lora(
     factor: Annotated[str, typer.Option(help="How the result is split: balanced or left.")] = "balanced",
     dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default that of the first adapter.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the dare rules.")] = 0,
+    base_model: Annotated[
+        str | None, typer.Option(help="What to call the base model in the result; default what the adapters call it.")
+    ] = None,
     allow_different_bases: Annotated[
         bool, typer.Option("--allow-different-bases", help="Merge although the adapters name different base models.")
     ] = False,
@@ -109,6 +112,7 @@ def merge_lora(
             numbers,
             config,
             overwrite=overwrite,
+            base_model=base_model,
             allow_different_bases=allow_different_bases,
             progress=show,
         )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # builds will go.
 BACKENDS = ("cuda", "rocm", "xpu", "cpu")
 _UNIVERSAL = "build/torch-universal"
+_ADAPTER = "adapter_config.json"
 _CARD_HINTS = {"base_model": " (add `base_model: OWNER/NAME`, or quantise with --base-model OWNER/NAME)"}
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -46,14 +47,14 @@ class PublishPlan:
 
 
 def kind_of(folder: str | Path) -> Literal["model", "kernel"]:
-    """Tell a model folder (`config.json`) from a kernel folder (`build.toml` or `build/torch-universal`).
+    """Tell a model's or adapter's folder (`config.json`, `adapter_config.json`) from a kernel's (`build.toml`).
 
     Raises:
         FileNotFoundError: There is no such folder.
         ValueError: It is neither.
     """
     folder = _existing(folder)
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or (folder / _ADAPTER).is_file():
         return "model"
     if (folder / "build.toml").is_file() or (folder / _UNIVERSAL).is_dir():
         return "kernel"
@@ -74,7 +75,7 @@ def publish_model(
     Checked: `config.json`; every safetensors file whole and, with an index, exactly the tensors that the index lists;
     of a quantised model, that each `*_packed` tensor has its `*_scale` (and `*_mbs` where the configuration has macro
     blocks); no pickled weights; a `README.md` whose metadata has `library_name` and `tags`, and `base_model` when the
-    model is quantised.
+    model is quantised. A folder of a PEFT adapter is checked in the same way, by its `adapter_config.json`.
 
     Args:
         folder: The folder, as `save_pretrained` or `hf-ext quantize` wrote it.
@@ -165,7 +166,9 @@ def _model_problems(folder: Path) -> list[str]:
     problems: list[str] = []
     if folder.name.endswith(".partial"):
         problems.append("it is the working folder of an unfinished hf-ext quantize (run the same command again)")
-    config = _json(folder / "config.json", problems)
+    # A folder with both is a model that carries an adapter.
+    adapter = (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file()
+    config = _json(folder / (_ADAPTER if adapter else "config.json"), problems)
     pickles = [name for name in _sizes(folder) if name.endswith(_PICKLES)]
     if pickles:
         problems.append(f"pickled files are not published ({', '.join(pickles)}): keep safetensors only")
@@ -176,7 +179,9 @@ def _model_problems(folder: Path) -> list[str]:
         quantization = {}
     if tensors is not None:
         problems += _packing_problems(tensors, quantization)
-    problems += _card_problems(folder, {"library_name", "tags"} | ({"base_model"} if quantization else set()))
+    problems += _card_problems(
+        folder, {"library_name", "tags"} | ({"base_model"} if quantization or adapter else set())
+    )
     return problems
 
 

@@ -25,6 +25,7 @@ from .report import CtMReport, LayerReport
 from .sources import (
     Factors,
     check_adapter_config,
+    check_shapes,
     check_weights,
     merge_layer,
     merged_config,
@@ -53,6 +54,7 @@ def merge_adapter_folders(
     *,
     names: Sequence[str] | None = None,
     overwrite: bool = False,
+    base_model: str | None = None,
     allow_different_bases: bool = False,
     workers: int | None = None,
     progress: _Progress | None = None,
@@ -70,6 +72,7 @@ def merge_adapter_folders(
         config: default `CtMConfig()`.
         names: what to call the adapters in the report and the card; default the folders' names.
         overwrite: replace `output_dir` if it is an adapter already, once the new one is complete.
+        base_model: what to call the base model in the result; default what the adapters call it.
         allow_different_bases: merge adapters whose configurations name different base models.
         workers: layers to merge at a time; default the number of processors if torch has one thread, else 1.
         progress: called as `progress(done, total, layer)` after each layer.
@@ -102,7 +105,8 @@ def merge_adapter_folders(
         files = [stack.enter_context(_open_adapter(path, name)) for path, name in zip(paths, names)]
         live = [place for place, weight in enumerate(weights) if weight]
         sources = [files[place] for place in live]
-        base_model = _base_model(sources, allow_different_bases)
+        found_base = _base_model(sources, allow_different_bases)
+        base_model = base_model or found_base
         layers = sorted({layer for source in sources for layer in source.layers}, key=natural_order)
         _check_overlap(sources)
         rank = config.rank or max(source.rank(layer) for source in sources for layer in source.layers)
@@ -222,7 +226,8 @@ def _open_adapter(path: str | os.PathLike[str], name: str) -> Iterator[_Adapter]
     with _open_weights(folder, path) as (keys, read, shape):
         adapter = _Adapter(name, config, read, shape)
         _sort_keys(adapter, keys)
-        for layer in adapter.layers:
+        for layer, pair in adapter.layers.items():
+            check_shapes(layer, name, *map(shape, pair))
             scaling_of(layer, config, name, adapter.rank(layer))
         yield adapter
 
@@ -289,15 +294,9 @@ def _sort_keys(adapter: _Adapter, keys: Sequence[str]) -> None:
             )
         else:
             halves.setdefault(match["layer"], {})[match["kind"] or match["e"]] = key
-    for layer, pair in halves.items():
-        if len(pair) < 2:
-            raise ValueError(
-                f"adapter {name!r}: layer {layer!r} has only one of its two factors, {[*pair.values()][0]}"
-            )
-        adapter.layers[layer] = pair["A"], pair["B"]
     for key in others:
         layer = key.removeprefix(PREFIX).removesuffix(".base_layer.weight")
-        if key.endswith(".base_layer.weight") and layer in adapter.layers:
+        if key.endswith(".base_layer.weight") and layer in halves:
             adapter.embeddings.append(key)
         elif "lora_magnitude_vector" in key:
             raise ValueError(f"adapter {name!r} uses DoRA ({key}), whose update is not a product of two factors")
@@ -313,6 +312,12 @@ def _sort_keys(adapter: _Adapter, keys: Sequence[str]) -> None:
                 f"adapter {name!r} holds the whole tensor {key} (a resized embedding, modules_to_save or a bias), "
                 "which has no low-rank update; save the adapter without it (save_embedding_layers=False)"
             )
+    for layer, pair in halves.items():
+        if len(pair) < 2:
+            raise ValueError(
+                f"adapter {name!r}: layer {layer!r} has only one of its two factors, {[*pair.values()][0]}"
+            )
+        adapter.layers[layer] = pair["A"], pair["B"]
     if not adapter.layers:
         raise ValueError(f"adapter {name!r} has no layer of LoRA")
 

@@ -116,6 +116,15 @@ def scaling_of(layer: str, config: Mapping[str, Any], name: str, rank: int) -> f
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
+def check_shapes(layer: str, name: str, a: Sequence[int], b: Sequence[int]) -> None:
+    """Raise ValueError where factors have no rows and columns, as those of a sharded model that was saved in parts."""
+    if min(len(a), len(b)) < 2 or 0 in (*a, *b):
+        raise ValueError(
+            f"layer {layer!r} of adapter {name!r} has factors of shape {tuple(a)} and {tuple(b)}: it was saved before "
+            "its shards were gathered, or is damaged"
+        )
+
+
 @dataclass(frozen=True)
 class Factors:
     """One adapter's part of a layer.
@@ -151,15 +160,11 @@ def merge_layer(
         ValueError: as `merge_lora_tensors`; a grouped convolution.
     """
     for part in parts:
+        check_shapes(layer, part.name, part.a.shape, part.b.shape)
         if part.a.dim() > 2 and part.b.dim() > 2 and part.b.shape[1] < part.a.shape[0]:
             raise ValueError(
                 f"layer {layer!r} of adapter {part.name!r} is a grouped convolution, whose B is block structured; "
                 "peft cannot merge it either"
-            )
-        if part.a.dim() < 2 or part.b.dim() < 2 or not part.a.numel() or not part.b.numel():
-            raise ValueError(
-                f"layer {layer!r} of adapter {part.name!r} has factors of shape {tuple(part.a.shape)} and "
-                f"{tuple(part.b.shape)}: it was saved before its shards were gathered, or is damaged"
             )
     kernels = {part.name: tuple(part.a.shape[1:]) for part in parts}
     if len(set(kernels.values())) > 1:

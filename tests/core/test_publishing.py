@@ -94,6 +94,19 @@ def edit(path: Path, old: str, new: str) -> None:
 # --- models --------------------------------------------------------------------------------------------------------
 
 
+def test_an_adapter_passes_and_needs_its_base_model_named(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    save_file({"base_model.model.x.lora_A.weight": np.zeros((2, 4), np.float32)}, folder / "adapter_model.safetensors")
+    (folder / "README.md").write_text("---\nlibrary_name: peft\ntags: [lora]\nbase_model: org/base\n---\n# Adapter\n")
+    assert kind_of(folder) == "model"
+    assert set(publish_model(folder, dry_run=True).files) == {path.name for path in folder.iterdir()}
+    (folder / "README.md").write_text("---\nlibrary_name: peft\ntags: [lora]\n---\n# Adapter\n")
+    with pytest.raises(ValueError, match="README.md lacks base_model"):
+        publish_model(folder, dry_run=True)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_dry_run_lists_exactly_the_files_and_sizes_that_a_push_uploads(tmp_path, shards):
     folder = write_model(tmp_path / "model", shards=shards)
