@@ -15,6 +15,13 @@ __version__ = "0.1.0"
 # Module that defines them -> public names. One line per method.
 _EXPORTS = {
     "hf_ext.adapters.ctm": ["CtMConfig", "add_ctm_adapter", "merge_adapter_folders", "merge_lora_tensors"],
+    "hf_ext.cache_impls.lragent": [
+        "LRAgentCache",
+        "LRAgentConfig",
+        "create_shared_a_adapter",
+        "disable_lragent",
+        "enable_lragent",
+    ],
     "hf_ext.cache_impls.patternkv": ["PatternKVCache", "PatternKVConfig"],
     "hf_ext.model_patches.turboconn": ["TurboConnConfig"],
     "hf_ext.quantizers.mxfp4": [
@@ -31,7 +38,18 @@ _EXPORTS = {
     "hf_ext.registry": ["list_methods"],
 }
 # Optional library -> names above that need it. Where it is missing, `from hf_ext import *` goes without them.
-_NEEDS = {"peft": ["add_ctm_adapter", "load_adapter", "merge_adapter_folders", "prepare_lora_config"]}
+_NEEDS = {
+    "peft": [
+        "LRAgentCache",
+        "add_ctm_adapter",
+        "create_shared_a_adapter",
+        "disable_lragent",
+        "enable_lragent",
+        "load_adapter",
+        "merge_adapter_folders",
+        "prepare_lora_config",
+    ]
+}
 _WINGS = [
     "adapters",
     "benchmarks",
@@ -53,6 +71,11 @@ if TYPE_CHECKING:  # for editors and type checkers only; a test keeps it equal t
     from hf_ext.adapters.ctm import add_ctm_adapter as add_ctm_adapter
     from hf_ext.adapters.ctm import merge_adapter_folders as merge_adapter_folders
     from hf_ext.adapters.ctm import merge_lora_tensors as merge_lora_tensors
+    from hf_ext.cache_impls.lragent import LRAgentCache as LRAgentCache
+    from hf_ext.cache_impls.lragent import LRAgentConfig as LRAgentConfig
+    from hf_ext.cache_impls.lragent import create_shared_a_adapter as create_shared_a_adapter
+    from hf_ext.cache_impls.lragent import disable_lragent as disable_lragent
+    from hf_ext.cache_impls.lragent import enable_lragent as enable_lragent
     from hf_ext.cache_impls.patternkv import PatternKVCache as PatternKVCache
     from hf_ext.cache_impls.patternkv import PatternKVConfig as PatternKVConfig
     from hf_ext.kernel_lookup import load_kernel as load_kernel
