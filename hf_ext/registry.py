@@ -162,7 +162,8 @@ METHODS: tuple[Method, ...] = (
         name="ctm",
         wing="adapters",
         title="Compress then Merge: From Multiple LoRAs into One Low-Rank Adapter",
-        summary="Merges LoRA adapters inside shared low-rank subspaces",
+        summary="Several LoRA adapters into one of rank r, merged inside subspaces that all share",
+        status="available",
         arxiv="2606.03723",
     ),
     Method(

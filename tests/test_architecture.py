@@ -30,7 +30,7 @@ REQUIRED_FILES = {
     "cache_impls": ("__init__.py", "README.md", "cache.py", "configuration.py", "layer.py", "quantization.py"),
     "model_patches": ("__init__.py", "README.md", "patching.py"),
     "trainers": ("__init__.py", "README.md", "__main__.py"),
-    "adapters": ("__init__.py", "README.md"),
+    "adapters": ("__init__.py", "README.md", "config.py", "core.py", "folders.py", "merging.py", "report.py"),
     "generation": ("__init__.py", "README.md"),
     "tasks": ("__init__.py", "README.md"),
     "metrics": ("__init__.py", "README.md"),
