@@ -270,6 +270,7 @@ def _merge_in_cores(
     a, b, values, p, q = split_product(merged, lifted_left, lifted_right, rank, config.factor)
     if config.space == "core" and not lossless:
         left, right = left @ p, right @ q  # what the cut left over
+        found["sides"] = "both"
         found["residual"] = _residual_of(projected_energy(cores.lefts, cores.rights, left, right), norms)
     kept = _shares(projected_energy(cores.lefts, cores.rights, left, right), norms)
     return a, b, _facts(norms, kept, values, found)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,7 @@ def merge_adapter_folders(
         weights: one number each; negative subtracts, 0 leaves an adapter out. None: `config.default_weights`.
         config: default `CtMConfig()`.
         names: what to call the adapters in the report and the card; default the folders' names.
-        overwrite: replace `output_dir` if it is an adapter already, once the new one is complete.
+        overwrite: replace an `output_dir` that an earlier merge made, once the new one is complete.
         base_model: what to call the base model in the result; default what the adapters call it.
         allow_different_bases: merge adapters whose configurations name different base models.
         workers: layers to merge at a time; default the number of processors if torch has one thread, else 1.
@@ -83,7 +84,7 @@ def merge_adapter_folders(
 
     Raises:
         FileNotFoundError: a folder, a repository or a file of it that is not there.
-        FileExistsError: `output_dir` exists, and is not to be overwritten or is no adapter.
+        FileExistsError: `output_dir` exists, and is not to be overwritten or not the result of a merge.
         OSError: a file that is damaged or cut short.
         ValueError: an adapter that is not plain LoRA, adapters that do not fit, weights that do not fit, entries that
             are not finite. Nothing is written then.
@@ -94,7 +95,7 @@ def merge_adapter_folders(
     config = replace(config or CtMConfig(), **kwargs)
     if isinstance(paths, str | os.PathLike):
         raise ValueError(f"`paths` must be a list of folders, got {paths!r}")
-    output = Path(output_dir)
+    paths, output = list(paths), Path(os.path.abspath(output_dir))
     names = _names(paths) if names is None else list(names)
     if len(names) != len(paths):
         raise ValueError(f"`names` has {len(names)} entries for {len(paths)} adapters")
@@ -121,7 +122,7 @@ def merge_adapter_folders(
             with torch.no_grad():
                 return merge_layer(layer, parts, config, rank, dtype)
 
-        report = CtMReport(config, names, weights, rank, output=str(output))
+        report = CtMReport(config, names, weights, rank, output=str(output_dir))
         report.left_out = [name for name, weight in zip(names, weights) if not weight]
         tensors = dict(copies)
         for done, (layer, (a, b, figures)) in enumerate(zip(layers, _map(merge, layers, workers)), start=1):
@@ -132,6 +133,7 @@ def merge_adapter_folders(
                 progress(done, len(layers), layer)
 
     fields = {name: sorted(value) if isinstance(value, set) else value for name, value in lora.to_dict().items()}
+    _check_output(output, paths, overwrite)  # it may have appeared meanwhile
     with _appearing(output) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         write_json(folder / OWN_CONFIG, config.to_dict())
@@ -426,30 +428,29 @@ def _check_output(output: Path, paths: Sequence[str | os.PathLike[str]], overwri
         there = Path(os.path.realpath(path))
         if Path(path).is_dir() and (here == there or here in there.parents):
             raise ValueError(f"the output {output} is, or holds, the adapter {path}; name another folder")
-    if not output.exists():
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if output.is_dir() and not any(output.iterdir()):
-        return
-    if not (output / CONFIG).is_file():
-        raise FileExistsError(f"{output} exists and is no adapter's folder; name another folder")
+    # A folder of a training run is an adapter too, and holds more than that.
+    if not (output / OWN_CONFIG).is_file():
+        raise FileExistsError(f"{output} exists and is not the result of a merge; name another folder")
     if not overwrite:
         raise FileExistsError(f"{output} exists already; overwrite it (overwrite=True, --overwrite) or name another")
 
 
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its place when the block has ended without an error."""
+    """A folder that takes the place of `output` when the block has ended without an error."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = (output.with_name(f"{output.name}.{suffix}") for suffix in ("partial", "old"))
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
+    # In the same folder: a rename is atomic within one file system only.
+    work = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.", suffix=".partial"))
     try:
-        yield partial
+        new = work / "new"
+        new.mkdir()
+        yield new
         if output.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            output.rename(old)
-        partial.rename(output)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            output.rename(work / "old")
+        new.rename(output)
+    finally:
+        if (work / "old").exists() and not output.exists():
+            (work / "old").rename(output)
+        shutil.rmtree(work, ignore_errors=True)

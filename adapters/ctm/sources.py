@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def check_weights(weights: Sequence[float] | None, names: Sequence[str], config:
         return config.default_weights(len(names))
     found = []
     for weight in weights.tolist() if isinstance(weights, torch.Tensor) else weights:
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
             raise ValueError(f"`weights` must be finite numbers, got {weight!r}")
         found.append(float(weight))
     if len(found) != len(names):

@@ -275,7 +275,7 @@ def test_saved_embeddings_that_differ_or_were_resized_are_refused(with_embedding
 def test_an_adapter_that_is_not_plain_lora_is_refused_by_name(adapters, edited, tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         merge_adapter_folders([adapters["math"], edited("sql", config)], tmp_path / "out")
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -311,7 +311,7 @@ def rename(old, new):
 def test_weights_that_cannot_be_merged_are_named(adapters, edited, tmp_path, tensors, message):
     with pytest.raises(ValueError, match=message):
         merge_adapter_folders([adapters["math"], edited("sql", tensors=tensors)], tmp_path / "out")
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
 def test_files_that_are_missing_or_damaged_are_named(adapters, edited, tmp_path):
@@ -462,15 +462,30 @@ def test_an_existing_output_is_kept_unless_it_is_to_be_replaced(adapters, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_a_folder_that_is_no_adapter_is_never_replaced(adapters, tmp_path):
+def test_a_folder_that_no_merge_made_is_never_replaced(adapters, edited, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").touch()
-    for output in (tmp_path / "thesis", tmp_path / "thesis" / "chapter1.tex"):
-        with pytest.raises(FileExistsError, match="exists and is no adapter's folder"):
+    run = edited("math")  # of a training, with checkpoints beside the adapter
+    for output in (tmp_path / "thesis", tmp_path / "thesis" / "chapter1.tex", run):
+        with pytest.raises(FileExistsError, match="exists and is not the result of a merge"):
             merge_adapter_folders([adapters["sql"]], output, overwrite=True)
     (tmp_path / "empty").mkdir()
     merge_adapter_folders([adapters["sql"]], tmp_path / "empty")
     assert (tmp_path / "empty" / WEIGHTS).is_file()
+
+
+def test_folders_beside_the_output_are_left_alone(adapters, tmp_path, monkeypatch):
+    for name in ("out.old", "out.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    for _ in range(2):
+        merge_adapter_folders([adapters["sql"], adapters["math"]], tmp_path / "out", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.partial"]
+    assert (tmp_path / "out.old" / "precious").exists() and (tmp_path / "out.partial" / "precious").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    merge_adapter_folders([adapters["sql"]], "nested/out")
+    assert (tmp_path / "here" / "nested" / "out" / CONFIG).is_file()
 
 
 def test_the_output_is_none_of_the_inputs(adapters, tmp_path):
@@ -520,8 +535,8 @@ def test_a_killed_run_leaves_nothing_that_looks_complete_and_the_next_one_works(
     # What is left of the writing is not taken for an adapter.
     assert not list(tmp_path.rglob(CONFIG))
     merge_adapter_folders(folders, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert {path.name for path in out.iterdir()} == FILES
+    assert all(path.name.startswith(".out.") for path in tmp_path.iterdir() if path != out)
 
 
 def test_a_merged_adapter_can_be_merged_again_and_trained_on(adapters, load_adapters, tiny_llama_dir, tmp_path):
