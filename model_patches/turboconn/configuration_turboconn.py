@@ -127,12 +127,29 @@ class TurboConnConfig:
                 )
         return sorted(found, key=lambda pair: (pair[1], pair[0]))
 
-    def check_width(self, hidden_size: int) -> None:
-        """Refuse a `rank` above the width `d` of the model: it would have more parameters than the full matrix."""
-        if self.rank is not None and self.rank > hidden_size:
+    def check_model(self, config: Any) -> list[tuple[int, int]]:
+        """Refuse a model that the settings do not fit.
+
+        Args:
+            config: The model's configuration.
+
+        Returns:
+            Its links, as `pairs` gives them.
+
+        Raises:
+            ValueError: A pair outside of the model, a `rank` above its width (more parameters than the full matrix),
+                or attention that is not causal.
+        """
+        if self.rank is not None and self.rank > config.hidden_size:
             raise ValueError(
-                f"rank is {self.rank}; it must be at most the model's hidden_size, {hidden_size}, or None"
+                f"rank is {self.rank}; it must be at most the model's hidden_size, {config.hidden_size}, or None"
             )
+        if getattr(config, "use_bidirectional_attention", False):
+            raise ValueError(
+                "the config has use_bidirectional_attention=True: a link carries what earlier tokens have computed, "
+                "so attention must be causal"
+            )
+        return self.pairs(config.num_hidden_layers)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dictionary that JSON can hold."""

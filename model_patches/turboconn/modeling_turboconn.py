@@ -68,13 +68,7 @@ class TurboBackbone(_WithLinks):
         """
         config = self.config
         self.turbo_config = TurboConnConfig.from_dict(config.turboconn)
-        self.turbo_config.check_width(config.hidden_size)
-        if getattr(config, "use_bidirectional_attention", False):
-            raise ValueError(
-                "the config has use_bidirectional_attention=True: a link carries what earlier tokens have computed, "
-                "so attention must be causal"
-            )
-        pairs = self.turbo_config.pairs(config.num_hidden_layers)
+        pairs = self.turbo_config.check_model(config)
         self.turbo_run = _Run()
         self.turbo_sources, self.turbo_targets = source_layers(pairs), target_layers(pairs)
         links = TurboLinks(
@@ -156,7 +150,7 @@ class TurboBackbone(_WithLinks):
             if use_cache is None:
                 use_cache = bool(getattr(self.config, "use_cache", False)) and not self._checkpoints()
             output = self._exact(inputs_embeds, cache, use_cache, **inputs)
-        return output if return_dict else output.to_tuple()
+        return output.to_tuple() if return_dict is False else output  # None, from peft, is no wish
 
     def _call(self, **inputs: Any) -> Any:
         """The library's forward for one pass over some tokens, with the hooks at work."""

@@ -84,9 +84,7 @@ def check_config(values: dict[str, Any], config: TurboConnConfig) -> None:
         )
     if model_type not in FAMILIES or name != f"{FAMILIES[model_type][1]}ForCausalLM":
         raise ValueError(f"{name} (model_type {model_type!r}) is not supported; TurboConn patches {supported()}")
-    base = model_config_class(model_type).turboconn_base.from_dict(values)
-    config.pairs(base.num_hidden_layers)
-    config.check_width(base.hidden_size)
+    config.check_model(model_config_class(model_type).turboconn_base.from_dict(values))
 
 
 def unpatch(model: Any) -> Any:
