@@ -30,7 +30,7 @@ def main(
     noises: Annotated[str, typer.Option(help="How the model errs: systematic, spread.")] = ",".join(NOISES),
     methods: Annotated[str, typer.Option(help="Only methods whose name contains one of these (commas).")] = "",
     seeds: Annotated[int, typer.Option(help="Seeds of each training.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of each training.")] = 100,
+    steps: Annotated[int, typer.Option(help="Steps of each training.")] = 80,
     base_steps: Annotated[int, typer.Option(help="Steps of the model that is trained before.")] = 900,
     held_out: Annotated[int, typer.Option(help="Held-out sums to measure on.")] = 400,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,

@@ -51,9 +51,9 @@ class Budget(NamedTuple):
         held_out: Sums that the final figure is measured on, with two samples each; on the way a quarter of them.
     """
 
-    steps: int = 100
+    steps: int = 80
     prompts: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     every: int = 20
     held_out: int = 400
 
@@ -245,8 +245,10 @@ def _means(logs: list[dict[str, float]]) -> dict[str, float]:
         "cat/novel_reference": "in_no_rollout",
         "cat/reference_fail": "without_reference",
     }
-    return {
-        short: sum(entry[name] for entry in logs) / len(logs)
-        for name, short in names.items()
-        if logs and all(name in entry for entry in logs)
-    }
+    found = {}
+    for name, short in names.items():
+        # A step in which nothing could be scored has none, or one that is no number.
+        values = [value for entry in logs if (value := entry.get(name)) is not None and value == value]
+        if values:
+            found[short] = sum(values) / len(values)
+    return found
