@@ -263,9 +263,9 @@ def _layers(found: Found) -> list[str]:
     return [
         "\n### One layer: time and memory\n",
         "Random adapters of rank 16, float32, each merge in a process of its own on one thread, all of a size in one "
-        "run. Time: the best of five, or the only one where it takes more than 10 s. Memory: the peak of what the "
-        "process holds beyond the inputs (for peft: its model of one layer). *Faster* and *smaller*: than peft's "
-        "`svd`, whose defaults are as users get them.\n",
+        "run. Time of the processor: the best of five, or the only one where it takes more than 10 s. Memory: the "
+        "peak of what the process holds beyond the inputs (for peft: its model of one layer). *Faster* and "
+        "*smaller*: than peft's `svd`, called with its defaults.\n",
         markdown_table(["layer", "merge", "rank", "time", "MiB", "faster", "smaller"], cells),
     ]
 
