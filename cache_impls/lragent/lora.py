@@ -146,8 +146,7 @@ class Enabled:
         self.active: Any = None  # the cache whose agent is active
         self._fingerprint: tuple[Any, str] | None = None
         decoder = self.base.get_decoder() if hasattr(self.base, "get_decoder") else self.base
-        self.decoder = decoder
-        self._handles = [decoder.register_forward_pre_hook(self._decoder_hook, with_kwargs=True)]
+        self._handles = [decoder.register_forward_pre_hook(self._decoder_hook(decoder), with_kwargs=True)]
         for record in self.records:
             hook = self._attention_hook(record)
             self._handles.append(record.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -168,7 +167,7 @@ class Enabled:
 
     def _attention_hook(self, record: AttentionRecord) -> Any:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if module is not record.module:  # a copy of the model took the hook along
+            if module is not record.module:
                 return
             cache = kwargs.get("cache", kwargs.get("past_key_values"))
             active = self.active is not None and cache is self.active
@@ -176,20 +175,24 @@ class Enabled:
 
         return hook
 
-    def _decoder_hook(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    # Functions, not methods: a copy of the model takes them along as they are, and they see that it is not theirs.
+    def _decoder_hook(self, decoder: nn.Module) -> Any:
         from .cache import LRAgentCache
 
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if not isinstance(cache, LRAgentCache) or module is not self.decoder:
-            return
-        if cache is not self.active:
-            raise ValueError("an LRAgentCache is used inside `with cache.agent(name):` of that very cache only")
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None:
-            raise ValueError(
-                "`inputs_embeds` without `input_ids`: an LRAgentCache knows what it holds by token ids; pass those"
-            )
-        cache.begin(ids, kwargs.get("attention_mask"))
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))
+            if not isinstance(cache, LRAgentCache) or module is not decoder:
+                return
+            if cache is not self.active:
+                raise ValueError("an LRAgentCache is used inside `with cache.agent(name):` of that very cache only")
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            if ids is None:
+                raise ValueError(
+                    "`inputs_embeds` without `input_ids`: an LRAgentCache knows what it holds by token ids; pass those"
+                )
+            cache.begin(ids, kwargs.get("attention_mask"))
+
+        return hook
 
     def fingerprint(self) -> str:
         """Hash of the base weights, taken again when they may have changed."""

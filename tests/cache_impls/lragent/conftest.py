@@ -108,14 +108,14 @@ def tiny() -> Callable:
     """`tiny(kind="llama", agents=..., targets=..., shared=False, model=..., enable=True, **LoraConfig fields)`."""
     bases: dict = {}
 
-    def make(kind="llama", agents=("plan", "act"), targets=QKV, *, shared=False, enable=True, overrides=None, **fields):
+    def make(kind="llama", agents=("plan", "act"), targets=QKV, *, shared=False, enable=True, overrides=None, **own):
         from hf_ext import enable_lragent
 
         overrides = overrides or {}
         key = (kind, str(sorted(overrides.items())))
         if key not in bases:
             bases[key] = build(kind, **overrides)
-        model = adapt(copy.deepcopy(bases[key]), agents, targets, **fields)
+        model = adapt(copy.deepcopy(bases[key]), agents, targets, **own)
         if shared:
             share_a(model)
         if enable:

@@ -139,7 +139,7 @@ def test_adapters_of_different_ranks_and_targets_share_base_states(tiny, prompts
         torch.testing.assert_close(found, plain(model, agent, ids[:, :30]), **TOLERANCE)
     with cache.agent("see"):  # one without k or v takes the base states as they are
         assert cache.get_seq_length() == 30
-    for agent in agents:
+    for agent in ("see", "plan", "act"):
         found = last(model, cache, agent, ids)
         torch.testing.assert_close(found, plain(model, agent, ids)[:, -found.shape[1] :], **TOLERANCE)
     assert cache.mode == "base_shared" and len(cache.layers[0].low_rank) == 2
