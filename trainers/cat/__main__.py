@@ -141,10 +141,8 @@ def main(script: CaTScriptArguments, training: CaTConfig, model: ModelConfig) ->
     if not model.model_name_or_path:
         raise ValueError("model_name_or_path is missing: the policy's path or id")
     data = load_data(script.dataset_name, script.dataset_config, script.dataset_streaming)
-    for split in (
-        script.dataset_train_split,
-        *([script.dataset_test_split] if training.eval_strategy != "no" else []),
-    ):
+    evaluates = training.eval_strategy != "no"
+    for split in [script.dataset_train_split] + [script.dataset_test_split] * evaluates:
         if split not in data:
             raise ValueError(f"{script.dataset_name} has no split {split!r}; it has {', '.join(data)}")
     training.model_init_kwargs = {

@@ -1,8 +1,10 @@
 """From the rollouts of a group to one reference: a small class for each rule."""
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 from . import prompts
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 MIN_BUDGET = 8  # tokens of a rollout; with fewer there is nothing left to compare
 
 
@@ -231,6 +234,11 @@ class CallableAggregator(Aggregator):
 
     def __init__(self, tools: Tools, function: Callable[..., str]) -> None:
         super().__init__(tools)
+        kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+        if Parameter.VAR_POSITIONAL not in kinds and sum(kind in POSITIONAL for kind in kinds) < 2:
+            raise TypeError(
+                f"aggregator {function!r} must take prompt and completions: fn(prompt, completions, **row)"
+            )
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
 

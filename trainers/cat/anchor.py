@@ -18,6 +18,7 @@ from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
 from trl.trainer.utils import create_model_from_path, get_config_model_id, use_adapter  # noqa: E402
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import GRPOTrainer
 
@@ -26,6 +27,8 @@ __all__ = ["Anchor", "BackendAnchor", "CallableAnchor", "PolicyAnchor", "resolve
 Messages = Sequence[Mapping[str, Any]]
 # Logits of so many values are made at a time when rollouts are scored.
 SCORE_ELEMENTS = 2**25
+DUMMY = [0]  # the prompt of a call that is made only because other processes make one
+FROZEN_ADAPTER = "cat_anchor"
 
 
 class Anchor:
@@ -102,11 +105,15 @@ class Anchor:
         process is not touched.
         """
         ids = [self.ids_of(messages) for messages in conversations]
-        seeds = list(seeds)
-        wanted = len(ids)
-        for _ in range(self._missing(wanted)):
-            ids.append(self.encode("x"))
-            seeds.append(0)
+        wanted, seeds, too_long = len(ids), list(seeds), {}
+        if self.synchronized and self.context is not None:
+            # `generate_replies` leaves these out, and then this process would call the model less often.
+            too_long = {i: len(row) for i, row in enumerate(ids) if len(row) + max_new_tokens > self.context}
+        for i in too_long:
+            ids[i] = DUMMY
+        missing = self._missing(wanted)
+        ids += [DUMMY] * missing
+        seeds += [0] * missing
         if not ids:
             return []
         with self.active() as model:
@@ -120,6 +127,8 @@ class Anchor:
                 top_p=self.top_p,
                 seed=seeds,
             )
+        for i, length in too_long.items():
+            replies[i] = ChatReply.failed(f"the prompt has {length} tokens, too many for {self.context} positions")
         return replies[:wanted]
 
     def score(self, pairs: Sequence[tuple[Any, str]]) -> list[float]:
@@ -154,8 +163,9 @@ class Anchor:
 
 
 def _mean_nll(model: "PreTrainedModel", rows: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-    width = max(len(before) + len(after) for before, after in rows)
     longest = max(len(after) for _, after in rows)
+    # One more than the completion, also where a prompt is empty: its first token is predicted from something.
+    width = max(longest + 1, *(len(before) + len(after) for before, after in rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, (before, after) in enumerate(rows):  # padded on the left, so that completions end together
@@ -348,7 +358,12 @@ def _initial_policy(
 ) -> Anchor:
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if is_peft_model(policy):
-        return PolicyAnchor(trainer, "ref" if "ref" in policy.peft_config else "off", **common)
+        if "ref" in policy.peft_config:
+            return PolicyAnchor(trainer, "ref", **common)
+        if passed_instance or not _starts_at_base(policy):
+            freeze_adapter(policy)
+            return PolicyAnchor(trainer, FROZEN_ADAPTER, **common)
+        return PolicyAnchor(trainer, "off", **common)
     if trainer.args.sync_ref_model:
         raise ValueError(
             "sync_ref_model=True moves the reference model, so it cannot be the frozen anchor; pass anchor= (a model, "
@@ -391,6 +406,34 @@ class HostAnchor(Anchor):
             trainer._dist.summon_full_params(trainer.ref_model, recurse=False),
         ):
             yield model
+
+
+def _starts_at_base(policy: "PeftModel") -> bool:
+    """Whether a new adapter changes nothing yet, as LoRA's does with its usual initialisation and PiSSA's does not."""
+    ids = torch.arange(1, 9, device=policy.device)[None] % policy.config.get_text_config().vocab_size
+    with preserved(policy), torch.no_grad():
+        policy.eval()
+        with_adapter = policy(input_ids=ids, use_cache=False).logits
+        with policy.disable_adapter():
+            return torch.equal(with_adapter, policy(input_ids=ids, use_cache=False).logits)
+
+
+def freeze_adapter(policy: "PeftModel") -> None:
+    """Keep a frozen copy of the active adapter beside it: without adapters the model is not the initial policy.
+
+    Not called "ref": that name would change what the host's KL term compares with.
+    """
+    active = policy.active_adapter
+    config = copy.deepcopy(policy.peft_config[active])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = False  # some ways to start (PiSSA) would change the base weights
+    with preserved(policy):
+        policy.add_adapter(FROZEN_ADAPTER, config)
+        tensors = dict(policy.named_parameters())
+        for name, tensor in tensors.items():
+            if f".{FROZEN_ADAPTER}" in name:
+                tensor.data.copy_(tensors[name.replace(f".{FROZEN_ADAPTER}", f".{active}")].data)
+                tensor.requires_grad_(False)
 
 
 def _placed(trainer: "GRPOTrainer", model: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """`CaTTrainer`: GRPO whose reward comes from the rollouts themselves."""
 
+import os
 import random
 import textwrap
 from collections.abc import Callable
@@ -195,6 +196,24 @@ class CaTTrainer(GRPOTrainer):
         """A context in which torch's random state may be used and is put back."""
         device = self.accelerator.device
         return torch.random.fork_rng([device.index or 0] if device.type == "cuda" else [])
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """The host's card, and who gave the rewards."""
+        super().create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags)
+        if self._scorer is None or not self.is_world_process_zero():
+            return
+        anchor, judge = self._scorer.tools.anchor, self._scorer.judge
+        rows = {
+            "aggregator": self._scorer.aggregator.name,
+            "anchor": anchor.name if anchor else "none",
+            "reward": self.args.reward,
+            "judge": judge.name if judge else "none",
+            "rollouts a prompt": self.num_generations,
+            "templates": ", ".join(f"{name} {value}" for name, value in self.args.template_hashes.items()),
+        }
+        table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+        with open(os.path.join(self.args.output_dir, "README.md"), "a", encoding="utf-8") as file:
+            file.write(f"\n## How it was rewarded\n\n| | |\n|---|---|\n{table}\n")
 
     # -- the reward ---------------------------------------------------------------------------------------------------
 

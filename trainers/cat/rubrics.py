@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["Rubric", "parse_rubric", "propose_rubrics"]
 
 LONGEST_CRITERION = 300  # characters
-LONGEST_TEXT = 200_000  # characters that are read: a list of criteria is never longer, a runaway reply is
-_BULLET = re.compile(r"\s*(?:[-*\u2022\u2013\u2014]|\(?\d{1,3}[.):])\s+(.*\S)\s*")
-_FENCE = re.compile(r"^\s*```\w*\s*$", re.MULTILINE)
+LONGEST_TEXT = 50_000  # characters that are read: a list of criteria is never longer, a runaway reply is
+# Matched against single stripped lines: across lines, a reply of line breaks would take them quadratic time.
+_BULLET = re.compile(r"(?:[-*\u2022\u2013\u2014]|\(?\d{1,3}[.):])\s+(\S.*)")
+_QUOTED = re.compile(r'\[?\s*"((?:[^"\\]|\\.){1,400})"\s*,?\s*\]?')
+_FENCE = re.compile(r"```\w*")
 _NOISE = re.compile(r"[\W_]+")
 
 
@@ -27,12 +29,16 @@ def parse_rubric(text: str) -> list[str]:
     The array may hold objects with `criterion` or `text`. Thinking parts and code fences are taken off. Criteria that
     repeat (without case and punctuation) or are longer than 300 characters are left out.
     """
-    text = _FENCE.sub("", strip_thinking(text[:LONGEST_TEXT]))
-    found = _json_array(text)
+    stripped = map(str.strip, strip_thinking(text[:LONGEST_TEXT]).splitlines())
+    lines = [line for line in stripped if line and not _FENCE.fullmatch(line)]
+    found = _json_array("\n".join(lines))
     if not found:
-        found = [match.group(1) for line in text.splitlines() if (match := _BULLET.match(line))]
-        # Lines of a JSON list that does not parse: - "a criterion",
-        found = [re.sub(r'^"(.*?)"?,?$', r"\1", line) for line in found] or _quoted_lines(text)
+        bullets = [match.group(1) for line in lines if (match := _BULLET.fullmatch(line))]
+        # A list that is broken elsewhere (a trailing comma, a bracket that never closes) still has one string a line.
+        quoted = [match.group(1) if (match := _QUOTED.fullmatch(line)) else None for line in bullets or lines]
+        found = [
+            string or bullet for string, bullet in zip(quoted, bullets or [None] * len(lines)) if string or bullet
+        ]
     criteria: dict[str, str] = {}
     for criterion in found:
         criterion = " ".join(criterion.split())
@@ -64,11 +70,6 @@ def _string(entry: object) -> str | None:
     if isinstance(entry, dict):
         entry = entry.get("criterion") or entry.get("text")
     return entry if isinstance(entry, str) else None
-
-
-def _quoted_lines(text: str) -> list[str]:
-    """Lines of a JSON list that is broken elsewhere: a trailing comma, a bracket that never closes."""
-    return re.findall(r'^\s*\[?\s*"((?:[^"\\\n]|\\.){1,400})"\s*,?\s*\]?\s*$', text, re.MULTILINE)
 
 
 @dataclass

@@ -92,6 +92,9 @@ class Scorer:
             if i in rubrics:
                 self._take_rubric(outcome, rubrics[i])
             outcomes.append(outcome)
+        failures = [failure for outcome in outcomes for failure in outcome.failures]
+        if failures:
+            logger.warning("%d failure(s) in %d groups, such as: %s", len(failures), len(groups), failures[0])
         self._judge(groups, outcomes)
         for group, outcome in zip(groups, outcomes):
             if outcome.kind == "match":
