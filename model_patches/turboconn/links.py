@@ -41,24 +41,6 @@ def shift(states: torch.Tensor, group_size: int) -> torch.Tensor:
     return F.pad(states, (0, 0, group_size, 0))[:, :, : states.shape[2]]
 
 
-def allowed_by_mask(mask: torch.Tensor, past: int, group_size: int) -> torch.Tensor:
-    """Whether each token may attend to the one `group_size` places before it.
-
-    Args:
-        mask: `[B, 1 or H, n, past + n]`: True where attention is allowed, or a float that is added to the scores, far
-            below zero where it is not.
-        past: Tokens before the `n`.
-        group_size: `g`.
-
-    Returns:
-        `[B, n]`, False too where there is no such token.
-    """
-    allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
-    keys = torch.arange(mask.shape[2], device=mask.device) + past - group_size
-    found = allowed.gather(-1, keys.clamp(min=0)[None, :, None].expand(mask.shape[0], -1, 1))[..., 0]
-    return found & (keys >= 0)
-
-
 class LinksInto(nn.Module):
     """All links into one target layer: their sum is one matrix product over the concatenated states.
 

@@ -9,8 +9,10 @@ round the `forward` of the latter. It calls the library's `forward` once per chu
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,21 +21,28 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
-from transformers.masking_utils import create_masks_for_generate, find_packed_sequence_indices
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from .chunks import (
+    SLICED,
+    Tokens,
+    chunk_masks,
+    is_packed,
+    is_padding_mask,
+    joined,
+    links_between,
+    refuse_packed,
+)
 from .configuration_turboconn import FAMILIES, PREFIX, TurboConnConfig, model_config_class
-from .links import LinksInto, TurboLinks, allowed_by_mask, shift, source_layers, target_layers
+from .links import LinksInto, TurboLinks, shift, source_layers, target_layers
 from .state import TurboStateLayer, state_layer
 
 logger = logging.get_logger(__name__)
 
 LINKS = "turbo_links"
-_SLICED = ("sdpa", "eager")  # attention that takes a ready 4-D mask, so that a chunk's is a slice of the whole
-_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
 
 
 class _Run:
@@ -188,9 +197,9 @@ class TurboBackbone(_WithLinks):
             return False
         if settings.n_iters * settings.group_size >= embeds.shape[1]:
             return True  # as many passes as chunks: no approximation
-        packed = self._is_packed(None, inputs["attention_mask"], inputs["position_ids"], inputs)
-        if packed and self.config._attn_implementation not in _SLICED and settings.train_mode == "jacobi":
-            return True  # there is no exact pass to measure against
+        if settings.train_mode == "jacobi" and self.config._attn_implementation not in SLICED:
+            if is_packed(inputs["attention_mask"], inputs["position_ids"], inputs):
+                return True  # there is no exact pass to measure against
         if torch.is_grad_enabled():
             if run.gap is None or run.calls >= settings.gap_every:
                 run.gap, run.calls = self._measure_gap(embeds, inputs), 0
@@ -219,10 +228,7 @@ class TurboBackbone(_WithLinks):
         size = exact.square().mean(-1)
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             error, size = error[mask != 0], size[mask != 0]
-        gap = error.max() / size.mean().sqrt()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(gap, torch.distributed.ReduceOp.MAX)  # all choose alike
-        return gap.item()
+        return (error.max() / size.mean().sqrt()).item()
 
     def _jacobi(
         self,
@@ -236,7 +242,7 @@ class TurboBackbone(_WithLinks):
         The base model keeps packed documents apart by itself: there is no cache.
         """
         group, length = self.turbo_config.group_size, embeds.shape[1]
-        padding, valid = self._links_between(attention_mask, position_ids, length, 0)
+        padding, valid = links_between(attention_mask, position_ids, 0, group)
         inputs = {"inputs_embeds": embeds, "attention_mask": attention_mask, "position_ids": position_ids}
         states = None
         for _ in range(min(self.turbo_config.n_iters, math.ceil(length / group))):
@@ -258,113 +264,89 @@ class TurboBackbone(_WithLinks):
         **kwargs: Any,
     ) -> Any:
         """Chunks of `group_size` tokens, one after the other, with a cache that keeps gradients."""
-        group, length = self.turbo_config.group_size, embeds.shape[1]
-        packed = length > 1 and self._is_packed(cache, attention_mask, position_ids, kwargs)
+        group, length, layer, past = self.turbo_config.group_size, embeds.shape[1], None, 0
+        fresh, ready = cache is None, not is_padding_mask(attention_mask)
+        packed = fresh and length > 1 and is_packed(attention_mask, position_ids, kwargs)
         if packed:
-            self._refuse_packed(position_ids)
-        layer = past = None
-        fresh = cache is None
+            refuse_packed(self.config._attn_implementation, position_ids)
         if fresh:
             # Whatever the caller wants back, later chunks must see the keys and values of earlier ones. Packed rows
-            # and ready masks need caches that drop nothing.
-            plain = packed or not use_cache or not _is_padding_mask(attention_mask)
-            cache, past = DynamicCache() if plain else DynamicCache(config=self.config), 0
+            # and ready masks need a cache that drops none.
+            cache = DynamicCache() if packed or ready or not use_cache else DynamicCache(config=self.config)
         else:
             layer, past = self._checked_state(cache, embeds.shape[0])
-        if _is_padding_mask(attention_mask) and attention_mask is not None:
-            if attention_mask.shape[-1] != past + length:
+        if attention_mask is not None and not ready:
+            if attention_mask.shape[1] != past + length:
                 raise ValueError(
-                    f"attention_mask has {attention_mask.shape[-1]} columns; it must have one for each of the {past} "
+                    f"attention_mask has {attention_mask.shape[1]} columns; it must have one for each of the {past} "
                     f"tokens in the cache and the {length} new ones"
                 )
             if length > 1 and bool(attention_mask.all()):
                 attention_mask = None
-        padding, valid = self._links_between(attention_mask, position_ids, length, past)
+        padding, valid = links_between(attention_mask, position_ids, past, group)
+        documents = position_ids if packed else None
+        masks = chunk_masks(self.config, embeds, attention_mask, documents, cache, past, group)
+        tokens = Tokens(embeds, position_ids, masks, padding, valid, kwargs)
         window = None if layer is None else layer.window()
         if window is None:
             window = embeds.new_zeros(len(self.turbo_sources), embeds.shape[0], group, embeds.shape[2])
-        work = {
-            "embeds": embeds,
-            "position_ids": position_ids,
-            "masks": self._chunk_masks(embeds, attention_mask, position_ids, cache, past, packed),
-            "padding": padding,
-            "valid": valid,
-            "kwargs": kwargs,
-        }
+
         recorded = any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions"))
         segments = fresh and not use_cache and not recorded and self._checkpoints()
+        if use_cache and layer is None:
+            layer = TurboStateLayer(group, self.turbo_config.history)
         with self._library_checkpointing_off():
             if segments:
-                return self._checkpointed(window, work)
-            outputs, states, _ = self._chunks(0, length, window, cache, **work)
+                return self._checkpointed(tokens, window)
+            kept = layer.wanted(length) if use_cache else 0
+            outputs, states, _ = self._chunks(tokens, 0, length, window, cache, kept)
         if use_cache:
-            if layer is None:
-                layer = self._new_state_layer()
+            if state_layer(cache) is None:  # by now the cache has all its other layers, those made on the way too
                 cache.layers.append(layer)
-            layer.append(torch.cat(states, dim=2) if len(states) > 1 else states[0])
-        output = outputs[-1] if len(outputs) == 1 else _joined(outputs, past)
+            layer.append(torch.cat(states, dim=2), length)
+        output = joined(outputs, past)
         output["cache"] = cache if use_cache else None
         return output
 
     def _chunks(
-        self,
-        start: int,
-        end: int,
-        window: torch.Tensor,
-        cache: Cache,
-        *,
-        embeds: torch.Tensor,
-        position_ids: torch.LongTensor | None,
-        masks: Callable[[int, int], Any],
-        padding: torch.Tensor | None,
-        valid: torch.Tensor | None,
-        kwargs: dict[str, Any],
+        self, tokens: Tokens, start: int, end: int, window: torch.Tensor, cache: Cache, kept: int = 0
     ) -> tuple[list[Any], list[torch.Tensor], torch.Tensor]:
         """The chunks of the tokens `start` to `end`, of which `start` is a multiple of `group_size`.
 
         Args:
+            tokens: All tokens of the call.
             window: `[S, B, g, d]`, the states that the first chunk's links read.
             cache: Holds what came before; gets the new keys and values.
-            embeds, position_ids, padding, valid: Of all tokens.
-            masks: (first, last) of a chunk -> its attention mask.
-            kwargs: For the base's forward.
+            kept: Of how many of the last tokens to return the states, at least.
 
         Returns:
-            Outputs and states of each chunk, and the window of the next.
+            Each chunk's output, the states of the last chunks, and the window of the next.
         """
         group, cut = self.turbo_config.group_size, self.turbo_config.bptt_window
-        outputs, written = [], []
+        outputs, written = [], deque(maxlen=math.ceil(kept / group) + 1)
         for first in range(start, end, group):
             last = min(first + group, end)
             number = last - first
             if cut is not None and first and first // group % cut == 0:
                 window = window.detach()
-            output, states = self._pass(
-                window[:, :, :number],
-                None if valid is None else valid[:, first:last],
-                inputs_embeds=embeds[:, first:last],
-                attention_mask=masks(first, last),
-                position_ids=None if position_ids is None else position_ids[:, first:last],
-                cache=cache,
-                use_cache=True,
-                **kwargs,
-            )
-            if padding is not None:
-                states = states.masked_fill(padding[None, :, first:last, None], 0)
+            valid = None if tokens.valid is None else tokens.valid[:, first:last]
+            inputs = tokens.inputs(first, last)
+            output, states = self._pass(window[:, :, :number], valid, cache=cache, use_cache=True, **inputs)
+            if tokens.padding is not None:
+                states = states.masked_fill(tokens.padding[None, :, first:last, None], 0)
             window = states if number == group else torch.cat([window[:, :, number:], states], dim=2)
             outputs.append(output)
             written.append(states)
-        return outputs, written, window
+        return outputs, list(written), window
 
-    def _checkpointed(self, window: torch.Tensor, work: dict[str, Any]) -> Any:
+    def _checkpointed(self, tokens: Tokens, window: torch.Tensor) -> Any:
         """As `_chunks` over all tokens, but what a segment of chunks computed is computed again in the backward pass.
 
         The library checkpoints each layer without the cache, which would cut every chunk off from its past. Here keys
         and values go into the checkpointed function as tensors, one pair a layer and earlier segment, so that nothing
         of the size of tokens times tokens is kept.
         """
-        embeds, layers = work.pop("embeds"), self.config.num_hidden_layers
-        group, length = self.turbo_config.group_size, embeds.shape[1]
+        layers, group, length = self.config.num_hidden_layers, self.turbo_config.group_size, tokens.embeds.shape[1]
         step = group * math.isqrt(math.ceil(length / group) - 1) + group  # about sqrt(chunks) segments of as many
 
         def segment(start: int, embeds: torch.Tensor, window: torch.Tensor, *pieces: torch.Tensor) -> tuple:
@@ -372,9 +354,9 @@ class TurboBackbone(_WithLinks):
             for index in range(layers if start else 0):
                 keys, values = pieces[2 * index :: 2 * layers], pieces[2 * index + 1 :: 2 * layers]
                 cache.update(torch.cat(keys, dim=-2), torch.cat(values, dim=-2), index)
+            end = min(start + step, length)
             with self._library_checkpointing_off():  # in the recomputation too, which comes when all is long over
-                end = min(start + step, length)
-                outputs, _, window = self._chunks(start, end, window, cache, embeds=embeds, **work)
+                outputs, _, window = self._chunks(replace(tokens, embeds=embeds), start, end, window, cache)
             hidden = torch.cat([output.last_hidden_state for output in outputs], dim=1)
             # Copies: a view would keep the keys and values of all tokens before alive.
             new = [side[..., start:, :].clone() for layer in cache.layers for side in (layer.keys, layer.values)]
@@ -384,7 +366,7 @@ class TurboBackbone(_WithLinks):
         options = {**options, "use_reentrant": False}
         pieces, parts = [], []
         for start in range(0, length, step):
-            part, window, *new = checkpoint(segment, start, embeds, window, *pieces, **options)
+            part, window, *new = checkpoint(segment, start, tokens.embeds, window, *pieces, **options)
             parts.append(part)
             pieces += new
         return BaseModelOutputWithPast(last_hidden_state=torch.cat(parts, dim=1))
@@ -406,10 +388,7 @@ class TurboBackbone(_WithLinks):
             for module in found:
                 module.gradient_checkpointing = True
 
-    # --- caches, masks and documents -------------------------------------------------------------------------------
-
-    def _new_state_layer(self) -> TurboStateLayer:
-        return TurboStateLayer(self.turbo_config.group_size, self.turbo_config.history)
+    # --- caches ------------------------------------------------------------------------------------------------------
 
     def add_state_layer(self, cache: Any) -> None:
         """Give an empty dynamic cache its place for the links' states, as the first call would; others are left."""
@@ -418,7 +397,7 @@ class TurboBackbone(_WithLinks):
         while cache.layer_class_to_replicate is not None and len(cache.layers) < self.config.num_hidden_layers:
             cache.layers.append(cache.layer_class_to_replicate())
         if len(cache.layers) == self.config.num_hidden_layers and not cache.is_compileable:
-            cache.layers.append(self._new_state_layer())
+            cache.layers.append(TurboStateLayer(self.turbo_config.group_size, self.turbo_config.history))
 
     def _checked_state(self, cache: Any, batch: int) -> tuple[TurboStateLayer | None, int]:
         """The state in a caller's cache, and how many tokens that holds.
@@ -442,99 +421,6 @@ class TurboBackbone(_WithLinks):
         if past and layer.states.shape[1] != batch:
             raise ValueError(f"the cache holds {layer.states.shape[1]} sequences, but {batch} were given")
         return layer, past
-
-    def _is_packed(
-        self, cache: Cache | None, mask: Any, position_ids: torch.LongTensor | None, kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether rows hold several documents, which the library tells by positions, with neither mask nor cache."""
-        if any(kwargs.get(name) is not None for name in _VARLEN):
-            return True
-        if position_ids is None or mask is not None or cache is not None:
-            return False
-        return find_packed_sequence_indices(position_ids) is not None
-
-    def _refuse_packed(self, position_ids: torch.LongTensor | None) -> None:
-        """Refuse packed rows that the attention implementation cannot keep apart chunk by chunk."""
-        if self.config._attn_implementation not in _SLICED:
-            raise ValueError(
-                f"the rows are packed (several documents in one) and attn_implementation is "
-                f"{self.config._attn_implementation!r}, which cannot keep them apart when tokens run in chunks; use "
-                "'sdpa' or 'eager', train_mode='jacobi', or rows that are not packed (in SFTConfig packing=False, "
-                "padding_free=False)"
-            )
-        if position_ids is None:
-            raise ValueError("packed rows need position_ids that start again at 0 with each document; got None")
-
-    def _links_between(
-        self, mask: Any, position_ids: torch.LongTensor | None, length: int, past: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Which tokens are padding, and which may read the token `group_size` before them.
-
-        Returns:
-            `[B, n]`, True for padding, or None; `[B or 1, n]`, True where a link may be read, or None for everywhere.
-        """
-        group, padding = self.turbo_config.group_size, None
-        valid = None if position_ids is None else position_ids >= group
-        if isinstance(mask, dict):
-            mask = mask.get("full_attention", next(iter(mask.values())))
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            padding = mask[:, past:] == 0
-        elif isinstance(mask, torch.Tensor):
-            # A ready mask says who may attend to whom; a link is no way round it.
-            reads = allowed_by_mask(mask, past, group)
-            valid = reads if valid is None else valid & reads
-        return padding, valid
-
-    def _chunk_masks(
-        self,
-        embeds: torch.Tensor,
-        mask: Any,
-        position_ids: torch.LongTensor | None,
-        cache: Cache,
-        past: int,
-        packed: bool,
-    ) -> Callable[[int, int], Any]:
-        """What to hand the base's forward as attention mask, for the chunk of the tokens `first` to `last`.
-
-        Made once for all chunks and sliced where it can be: it costs as much as a small layer.
-
-        Raises:
-            ValueError: A ready mask of another kind or shape than chunks can be cut from.
-        """
-        length = embeds.shape[1]
-        single = length <= self.turbo_config.group_size
-        ready = not _is_padding_mask(mask)
-        if ready and not single:
-            sizes = [part.shape[-1] for part in _parts(mask) if isinstance(part, torch.Tensor)]
-            if len(sizes) != len(_parts(mask)) or any(size != past + length for size in sizes):
-                raise ValueError(
-                    "a ready attention mask must be a 4-D tensor (or a dictionary of them) with a column for each "
-                    f"of the {past + length} tokens, to be cut into chunks; give a 2-D mask instead"
-                )
-            if any(cache.is_sliding):
-                raise ValueError(
-                    "a ready 4-D attention mask cannot be cut into chunks beside a cache with sliding windows; give a "
-                    "2-D mask, or a DynamicCache() made without config"
-                )
-        if single and (ready or not packed):
-            return lambda first, last: mask
-        known = self.config._attn_implementation in _SLICED
-        sliced = ready or (known and past == 0 and not any(cache.is_sliding))
-        if not sliced:
-            return lambda first, last: None if mask is None else mask[:, : past + last]
-        whole = mask
-        if not ready:
-            documents = position_ids if packed else None
-            whole = create_masks_for_generate(
-                config=self.config, inputs_embeds=embeds, attention_mask=mask, cache=None, position_ids=documents
-            )
-            parts = _parts(whole)
-            if self.turbo_config.group_size == 1 and all(part is None for part in parts):
-                return lambda first, last: None  # one query sees all keys: the base finds that out by itself
-            if any(part is None for part in parts):
-                causal = torch.ones(length, length, dtype=torch.bool, device=embeds.device).tril()[None, None]
-                whole = _mapped(whole, lambda part: causal if part is None else part)
-        return lambda first, last: _mapped(whole, lambda part: part[:, :, first:last, : past + last])
 
 
 class TurboCausalLM(_WithLinks):
@@ -588,46 +474,6 @@ class TurboCausalLM(_WithLinks):
             if generation_config.is_assistant and model_kwargs.get("cache") is not None:
                 model_kwargs["cache"].activate_past_recording()
         return prepared
-
-
-def _is_padding_mask(mask: Any) -> bool:
-    return mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
-
-
-def _parts(masks: Any) -> list[Any]:
-    return list(masks.values()) if isinstance(masks, dict) else [masks]
-
-
-def _mapped(masks: Any, change: Callable[[Any], Any]) -> Any:
-    return {name: change(part) for name, part in masks.items()} if isinstance(masks, dict) else change(masks)
-
-
-def _joined(outputs: list[Any], past: int) -> Any:
-    """One output for all chunks: sequences in a row, attention padded to the keys of the last chunk.
-
-    Raises:
-        ValueError: Attention of layers whose cache has dropped keys, so that the columns do not match.
-    """
-    last = outputs[-1]
-    last["last_hidden_state"] = torch.cat([output.last_hidden_state for output in outputs], dim=1)
-    if last.get("hidden_states") is not None:
-        layers = zip(*(output.hidden_states for output in outputs), strict=True)
-        last["hidden_states"] = tuple(None if parts[0] is None else torch.cat(parts, dim=1) for parts in layers)
-    if last.get("attentions") is not None:
-        total = past
-        for output in outputs:
-            total += output.attentions[0].shape[-2]
-            if any(part.shape[-1] != total for part in output.attentions):
-                raise ValueError(
-                    "output_attentions: a sliding-window cache has dropped keys, so the chunks' columns do not match; "
-                    "pass use_cache=False"
-                )
-        layers = zip(*(output.attentions for output in outputs), strict=True)
-        last["attentions"] = tuple(
-            torch.cat([nn.functional.pad(part, (0, total - part.shape[-1])) for part in parts], dim=2)
-            for parts in layers
-        )
-    return last
 
 
 def backbone_class(base: type) -> type:

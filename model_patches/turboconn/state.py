@@ -32,15 +32,20 @@ class TurboStateLayer(DummyLayer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tokens={self.seen})"
 
-    def append(self, states: torch.Tensor) -> None:
+    def wanted(self, tokens: int) -> int:
+        """Of how many of the last tokens `append` keeps the states when `tokens` are new."""
+        # A crop to come may remove all that is written now (assisted generation, which asks for it beforehand).
+        return self.history + (tokens if self.record_past else 0)
+
+    def append(self, states: torch.Tensor, tokens: int | None = None) -> None:
         """Add the states of new tokens and forget those that are too old.
 
         Args:
             states: `[S, B, n, d]`.
+            tokens: How many tokens are new, where `states` are of the last of them only, `wanted(tokens)` or more.
         """
-        self.seen += states.shape[2]
-        # A crop to come may remove all that is written now (assisted generation, which asks for it beforehand).
-        kept = self.history + (states.shape[2] if self.record_past else 0)
+        tokens = states.shape[2] if tokens is None else tokens
+        kept = self.wanted(tokens)
         if self.states is None:
             number, batch, _, width = states.shape
             self.states = states.new_zeros(number, batch, self.group_size, width)
@@ -48,6 +53,7 @@ class TurboStateLayer(DummyLayer):
         if missing > 0:
             states = torch.cat([self.states[:, :, -missing:], states.to(self.states.device)], dim=2)
         self.states = states[:, :, -kept:]
+        self.seen += tokens
 
     def window(self) -> torch.Tensor | None:
         """`[S, B, g, d]`: the states that the next `g` tokens' links read; None when nothing was written yet."""
