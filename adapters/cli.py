@@ -13,9 +13,7 @@ __all__ = ["merge_lora"]
 
 
 def merge_lora(
-    adapters: Annotated[
-        list[str], typer.Argument(help="Folders of LoRA adapters, or adapters of the Hub (ORG/NAME).")
-    ],
+    adapters: Annotated[list[str], typer.Argument(help="Folders of LoRA adapters, or of the Hub: ORG/NAME[/FOLDER].")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.")],
     method: Annotated[str, typer.Option(help="The method; ctm is the only one.")] = "ctm",
     combine: Annotated[

@@ -67,7 +67,8 @@ def merge_adapter_folders(
     when it is complete: `adapter_config.json`, `adapter_model.safetensors`, `ctm_config.json` and a card.
 
     Args:
-        paths: folders as `PeftModel.save_pretrained` writes them, or repositories of the Hub (ORG/NAME).
+        paths: folders as `PeftModel.save_pretrained` writes them, or repositories of the Hub (ORG/NAME, or
+            ORG/NAME/FOLDER for an adapter inside one).
         output_dir: folder to make.
         weights: one number each; negative subtracts, 0 leaves an adapter out. None: `config.default_weights`.
         config: default `CtMConfig()`.
@@ -140,6 +141,8 @@ def merge_adapter_folders(
         # A folder's own path says where it lies on somebody's disk.
         origins = [name if Path(path).is_dir() else str(path) for path, name in zip(paths, names)]
         write_text(folder / "README.md", model_card(output.name, report, base_model, origins))
+        # safetensors makes files that only their owner can read; servers often run as somebody else.
+        (folder / WEIGHTS).chmod((folder / OWN_CONFIG).stat().st_mode)
         # The file by which a folder is known as an adapter comes last.
         write_json(folder / CONFIG, fields)
     if report.warning:
@@ -241,12 +244,15 @@ def _locate(path: str | os.PathLike[str]) -> Path:
     if folder.exists():
         raise ValueError(f"{folder} is a file; name the folder of an adapter")
     name = str(path)
-    if not is_repository(name):
-        raise FileNotFoundError(f"{name} does not exist; pass a folder or an adapter of the Hub (ORG/NAME)")
+    owner, _, rest = name.partition("/")
+    repository, _, subfolder = rest.partition("/")
+    if not is_repository(f"{owner}/{repository}"):
+        raise FileNotFoundError(f"{name} does not exist; pass a folder or an adapter of the Hub (ORG/NAME[/FOLDER])")
     from huggingface_hub import snapshot_download
 
+    patterns = [f"{subfolder}/{file}".lstrip("/") for file in (CONFIG, WEIGHTS, PICKLE)]
     try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, PICKLE]))
+        return Path(snapshot_download(f"{owner}/{repository}", allow_patterns=patterns)) / subfolder
     except Exception as error:  # the Hub client has a dozen kinds of failure; to the user they are one
         reason = str(error).strip().splitlines()[0]
         raise FileNotFoundError(f"{name} is neither a folder nor an adapter that the Hub gives: {reason}") from error

@@ -59,7 +59,10 @@ def add_ctm_adapter(
     """
     config = replace(config or CtMConfig(), **kwargs)
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
-        raise TypeError(f"`model` must be a PeftModel with LoRA adapters, got {type(model).__name__}")
+        raise TypeError(
+            f"`model` must be a PeftModel with LoRA adapters, got {type(model).__name__}; load the first adapter with "
+            "PeftModel.from_pretrained(model, ..., adapter_name=...), the others with load_adapter"
+        )
     weights = check_weights(weights, adapters, config)
     if not isinstance(adapter_name, str) or not adapter_name or "." in adapter_name:
         raise ValueError(f"`adapter_name` must be a name without dots, got {adapter_name!r}")

@@ -106,6 +106,7 @@ def test_the_folder_has_one_rank_a_scaling_of_1_and_nothing_that_servers_do_not_
     for key, tensor in written(tmp_path / "out").items():
         assert tensor.shape["lora_B" in key] == 8 and tensor.dtype == torch.float32
     assert servable_problems(tmp_path / "out") == []
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # readable by whoever serves it
     assert [layer.layer for layer in report.layers][:2] == [
         "model.layers.0.self_attn.k_proj",
         "model.layers.0.self_attn.o_proj",
@@ -169,9 +170,12 @@ def test_a_fresh_process_loads_it_with_a_scaling_of_1_and_equal_logits(
         f"model = PeftModel.from_pretrained(base, {str(tmp_path / 'out')!r}).eval()\n"
         "scalings = {m.scaling['default'] for m in model.modules() if hasattr(m, 'lora_A')}\n"
         "assert scalings == {1.0}, scalings\n"
+        "from peft import AutoPeftModelForCausalLM\n"
+        f"auto = AutoPeftModelForCausalLM.from_pretrained({str(tmp_path / 'out')!r}).eval()\n"
         f"direct = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'out')!r}).eval()\n"
         "with torch.no_grad():\n"
         "    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)\n"
+        "    torch.testing.assert_close(auto(ids).logits, expected, rtol=1e-5, atol=1e-5)\n"
         "    torch.testing.assert_close(direct(ids).logits, expected, rtol=1e-5, atol=1e-5)\n"
     )
 
@@ -316,10 +320,8 @@ def test_weights_that_cannot_be_merged_are_named(adapters, edited, tmp_path, ten
 
 def test_files_that_are_missing_or_damaged_are_named(adapters, edited, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(
-        FileNotFoundError, match="no/such/place does not exist; pass a folder or an adapter of the Hub"
-    ):
-        merge_adapter_folders([adapters["sql"], "no/such/place"], out)
+    with pytest.raises(FileNotFoundError, match="./no/such does not exist; pass a folder or an adapter of the Hub"):
+        merge_adapter_folders([adapters["sql"], "./no/such"], out)
     with pytest.raises(FileNotFoundError, match="me/lora is neither a folder nor an adapter that the Hub gives"):
         merge_adapter_folders([adapters["sql"], "me/lora"], out)
     with pytest.raises(ValueError, match="is a file; name the folder"):
@@ -343,6 +345,23 @@ def test_files_that_are_missing_or_damaged_are_named(adapters, edited, tmp_path)
     with pytest.raises(ValueError, match="holds a list"):
         merge_adapter_folders([adapters["math"], folder], out)
     assert not out.exists()
+
+
+def test_adapters_of_the_hub_are_downloaded_without_the_rest_of_their_repository(adapters, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    calls = {}
+
+    def download(name, allow_patterns):
+        calls[name] = allow_patterns
+        return str(adapters["sql"] if name == "me/sql" else adapters["math"].parent)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    report = merge_adapter_folders(["me/sql", "me/all/math"], tmp_path / "out")
+    assert calls["me/sql"] == [CONFIG, WEIGHTS, PICKLE]
+    assert calls["me/all"] == [f"math/{name}" for name in (CONFIG, WEIGHTS, PICKLE)]
+    assert report.adapters == ["sql", "math"]
+    assert "| `me/all/math` | 1 |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_different_base_models_are_refused_unless_allowed(adapters, edited, tmp_path):

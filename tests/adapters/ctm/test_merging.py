@@ -138,6 +138,18 @@ def test_pefts_merge_of_rslora_is_four_times_too_strong_and_ours_is_not(load_ada
     assert {module.scaling["theirs"] for module in lora_layers(again).values()} == {4.0}
 
 
+def test_pefts_merge_of_a_rank_pattern_does_not_load_and_ours_does(load_adapters, save_adapter, tmp_path):
+    one, two = (save_adapter(tmp_path / str(i), i, r=8, rank_pattern={"v_proj": 4}) for i in range(2))
+    model = load_adapters(one=one, two=two)
+    model.base_model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "theirs", "linear")
+    add_ctm_adapter(model, ["one", "two"], [1.0, 1.0], "ours", combination_type="linear", rank=16)
+    model.save_pretrained(tmp_path / "saved", selected_adapters=["ours", "theirs"])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load_adapters(theirs=tmp_path / "saved" / "theirs")
+    again = load_adapters(ours=tmp_path / "saved" / "ours")
+    assert_same(deltas(again, {"ours": 1.0}), deltas(model, {"one": 1.0, "two": 1.0}))
+
+
 def test_alpha_and_a_larger_b_are_the_same(load_adapters, save_adapter, tmp_path):
     one = save_adapter(tmp_path / "one", 1, r=4, lora_alpha=8)
     other = save_adapter(tmp_path / "other", 2)
@@ -302,7 +314,9 @@ def test_bad_arguments_are_named():
 
 def test_another_kind_of_model_is_refused(tiny_llama_dir):
     base = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    with pytest.raises(TypeError, match="must be a PeftModel with LoRA adapters, got LlamaForCausalLM"):
+    with pytest.raises(
+        TypeError, match="must be a PeftModel with LoRA adapters, got LlamaForCausalLM; load the first"
+    ):
         add_ctm_adapter(base, ["a"], [1.0], "both")
     ia3 = get_peft_model(base, IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
     with pytest.raises(TypeError, match="must be a PeftModel with LoRA adapters"):
