@@ -76,7 +76,7 @@ def merge_lora(
         import torch
 
         from hf_ext.adapters.ctm import CtMConfig, merge_adapter_folders
-        from hf_ext.adapters.ctm.folders import servable_problems
+        from hf_ext.adapters.ctm.saved import servable_problems
 
     config = CtMConfig(
         rank=rank,

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_ext import CtMConfig, add_ctm_adapter, merge_adapter_folders
-from hf_ext.adapters.ctm.folders import CONFIG, OWN_CONFIG, PICKLE, WEIGHTS, servable_problems
+from hf_ext.adapters.ctm.folders import OWN_CONFIG
 from hf_ext.adapters.ctm.rules import RULES
+from hf_ext.adapters.ctm.saved import CONFIG, PICKLE, WEIGHTS, servable_problems
 
 FILES = {CONFIG, WEIGHTS, OWN_CONFIG, "README.md"}
 SOURCES = {
