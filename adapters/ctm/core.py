@@ -207,6 +207,8 @@ def merge_lora_tensors(
     lengths = {name: len(values) for name, values in (given | {"adapters": names, "indices": places}).items()}
     if not count or len(set(lengths.values())) > 1:
         raise ValueError(f"layer {layer_name!r}: one entry per adapter is needed in each list, got {lengths}")
+    if rank is not None and rank < 1:
+        raise ValueError(f"`rank` must be at least 1, got {rank}")
     live = [t for t in range(count) if weights[t] != 0]
     if not live:
         raise ValueError(f"layer {layer_name!r}: every weight is 0, so there is nothing to merge")
@@ -218,7 +220,8 @@ def merge_lora_tensors(
     wide = torch.float64 if any(x.dtype == torch.float64 for x in (*a_list, *b_list)) else torch.float32
     a_list = [a.detach().to(wide) for a in a_list]
     b_list = [b.detach().to(wide) * s for b, s in zip(b_list, scalings)]
-    rank = rank or config.rank or max(a.shape[0] for a in a_list)
+    if rank is None:
+        rank = config.rank or max(a.shape[0] for a in a_list)
 
     if len(a_list) == 1:
         a, b, facts = _keep_one(a_list[0], b_list[0], weights[0] * config.scaling_coeff, rank, config)

@@ -139,7 +139,7 @@ def merge_adapter_folders(
 
 def _names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """The folders' own names, longer where they would be the same."""
-    parts = [Path(path).parts for path in paths]
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
     for path in paths:
         same = [other for other in paths if _same_place(path, other)]
         if len(same) > 1:
@@ -157,28 +157,28 @@ def _same_place(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> b
 def _base_model(sources: Sequence[SavedAdapter], allow: bool) -> str | None:
     """The base model's name: a repository's where one adapter has it, else the first that is named.
 
+    A repository and a folder of the same last name are taken for one model, with a warning.
+
     Raises:
         ValueError: the adapters name different models.
     """
-    found = {source.name: source.config.get("base_model_name_or_path") or None for source in sources}
-    names = list(dict.fromkeys(name for name in found.values() if name))
-    if len({_last_part(name) for name in names}) > 1 and not allow:
-        listed = ", ".join(names)
+    found = [source.config.get("base_model_name_or_path") for source in sources]
+    names = list(dict.fromkeys(name for name in found if name))
+    repositories = [name for name in names if is_repository(name)]
+    places = {os.path.realpath(name) for name in names if name not in repositories}
+    last_parts = {name.rstrip("/").rsplit("/", 1)[-1].lower() for name in (*repositories, *places)}
+    if max(len(repositories), len(places), len(last_parts)) > 1 and not allow:
         raise ValueError(
-            f"adapters were trained on different base models: {listed}; if these are the same, allow it "
+            f"adapters were trained on different base models: {', '.join(names)}; if these are the same, allow it "
             "(allow_different_bases=True, --allow-different-bases)"
         )
     if len(names) > 1:
         warnings.warn(f"the adapters call their base model differently: {', '.join(names)}", stacklevel=3)
     revisions = {source.config.get("revision") for source in sources}
     if len(revisions) > 1:
-        warnings.warn(f"the adapters name different revisions of their base model: {revisions}", stacklevel=3)
-    return next((name for name in names if is_repository(name)), names[0] if names else None)
-
-
-def _last_part(name: str) -> str:
-    # A model of the Hub and its copy in a folder have this in common.
-    return name.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
+        listed = ", ".join(map(str, revisions))
+        warnings.warn(f"the adapters name different revisions of their base model: {listed}", stacklevel=3)
+    return (repositories or names or [None])[0]
 
 
 def _check_overlap(sources: Sequence[SavedAdapter]) -> None:

@@ -445,6 +445,8 @@ def test_lists_of_different_length_and_no_weight_are_refused(factors):
     a, b = factors(6, 8, [2, 2])
     with pytest.raises(ValueError, match="one entry per adapter is needed.*'weights': 1"):
         merge_lora_tensors(a, b, [1], CtMConfig())
+    with pytest.raises(ValueError, match="`rank` must be at least 1, got 0"):
+        merge_lora_tensors(a, b, [1, 1], CtMConfig(), rank=0)
     with pytest.raises(ValueError, match="every weight is 0"):
         merge_lora_tensors(a, b, [0, 0], CtMConfig())
     with pytest.raises(ValueError, match="one entry per adapter"):

@@ -374,6 +374,13 @@ def test_different_base_models_are_refused_unless_allowed(adapters, edited, tmp_
         merge_adapter_folders(folders, tmp_path / "out")
     with pytest.warns(UserWarning, match="call their base model differently: a/one, b/two"):
         merge_adapter_folders(folders, tmp_path / "out", allow_different_bases=True)
+    for one, two in (("/runs/1/final", "/runs/2/final"), ("a/one", "b/one"), ("a/one", "/data/two")):
+        pair = [
+            edited(name, {"base_model_name_or_path": base}, where=f"{one}-{two}".replace("/", "_"))
+            for name, base in (("sql", one), ("math", two))
+        ]
+        with pytest.raises(ValueError, match=f"different base models: {one}, {two}"):
+            merge_adapter_folders(pair, tmp_path / "pair")
     local = edited("code", {"base_model_name_or_path": "/data/models/One/"})
     with pytest.warns(UserWarning, match="call their base model differently: /data/models/One/, a/one"):
         merge_adapter_folders([local, folders[0]], tmp_path / "same")
@@ -396,7 +403,7 @@ def test_adapters_without_a_common_layer_are_warned_about(adapters, edited, tmp_
         merge_adapter_folders([adapters["math"], edited("sql", tensors=of_the_inner_model)], tmp_path / "out")
 
 
-def test_names_are_as_long_as_they_must_be_and_a_folder_counts_once(adapters, edited, tmp_path):
+def test_names_are_as_long_as_they_must_be_and_a_folder_counts_once(adapters, edited, tmp_path, monkeypatch):
     report = merge_adapter_folders([adapters["sql"], edited("sql"), adapters["math"]], tmp_path / "out")
     assert report.adapters == [
         f"{adapters['sql'].parent.name}/sql",
@@ -405,6 +412,8 @@ def test_names_are_as_long_as_they_must_be_and_a_folder_counts_once(adapters, ed
     ]
     with pytest.raises(ValueError, match="is named twice; name it once, with the sum of its weights"):
         merge_adapter_folders([adapters["sql"], f"{adapters['sql']}/../sql"], tmp_path / "twice")
+    monkeypatch.chdir(adapters["sql"])
+    assert merge_adapter_folders([".", "../math"], tmp_path / "dots").adapters == ["sql", "math"]
     named = merge_adapter_folders([adapters["sql"], adapters["math"]], tmp_path / "named", names=["s", "m"])
     assert named.adapters == ["s", "m"]
 

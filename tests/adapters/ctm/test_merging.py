@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import numpy
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -415,7 +416,8 @@ def test_a_failure_of_peft_leaves_no_half_adapter(monkeypatch):
 
 
 def test_the_report_has_each_adapter_in_each_of_its_layers(model):
-    report = add_ctm_adapter(model, ["plain", "rslora"], None, "both", CtMConfig(rank=4))
+    ones = numpy.ones(2, dtype=numpy.float32)  # any numbers
+    report = add_ctm_adapter(model, ["plain", "rslora"], ones, "both", CtMConfig(rank=4))
     assert set(report.retained_energy["plain"]) == {
         f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qv"
     }
