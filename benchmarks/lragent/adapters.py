@@ -16,7 +16,7 @@ __all__ = ["ALPHA", "RANK", "STEPS", "TARGETS", "TEXTS", "adapter_folder", "load
 TEXTS = ("stdlib", "news", "wikipedia")
 TARGETS = {"qkv": ("q_proj", "k_proj", "v_proj"), "qv": ("q_proj", "v_proj")}
 RANK, ALPHA = 8, 16
-STEPS, WINDOW, RATE = 32, 64, 2e-3
+STEPS, WINDOW, RATE = 32, 48, 2e-3
 # Of a text: adapters learn from its first part, trajectories are taken from the rest.
 LEARNT = 0.6
 

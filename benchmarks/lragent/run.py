@@ -24,7 +24,7 @@ from hf_ext.runlog import RunLog
 __all__ = ["KEY", "main"]
 
 KEY = ("kind", "targets", "pair", "trajectory", "seed", "a", "mode")
-PREFIX, SCORED = 256, 64  # tokens that the first agent reads, and tokens that the second one predicts
+PREFIX, SCORED = 192, 48  # tokens that the first agent reads, and tokens that the second one predicts
 TRAJECTORIES = 3
 HELD, NEW = 1024, 16  # of a trajectory whose new agent is timed: tokens held, tokens that nobody has read
 REPEATS = 5

@@ -67,7 +67,8 @@ def build(kind: str, seed: int = 0, **overrides):
     config = getattr(transformers, name)(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        attention = "eager" if kind == "gemma2" else "sdpa"
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
 def adapt(base, agents: dict[str, dict] | Sequence[str] = ("plan", "act"), targets=QKV, r: int = 4, **fields):
