@@ -254,9 +254,5 @@ def _value(entry: Any) -> Any:
     return getattr(entry, "value", entry)
 
 
-def _listed(value: Any) -> str:
-    return (
-        str(sorted(value))
-        if isinstance(value, list | set | tuple) and all(isinstance(x, str) for x in value)
-        else (str(value))
-    )
+def _listed(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else value

@@ -302,6 +302,7 @@ def test_bad_arguments_are_named():
     model = zoo(["linear"])
     refused(model, "Adapter a2 does not exist; the model has a0, a1", adapters=["a0", "a2"])
     refused(model, "adapter 'a1' exists already", name="a1")
+    assert model.base_model.add_weighted_adapter(["a0"], [1.0], "a1") is None  # peft does nothing, and does not say so
     refused(model, "`adapter_name` must be a name without dots", name="v1.0")
     refused(model, "`weights` has 1 entries for 2 adapters", weights=[1.0])
     refused(model, "`weights` must be finite numbers, got nan", weights=[1.0, float("nan")])

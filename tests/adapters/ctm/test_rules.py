@@ -67,6 +67,7 @@ def test_a_mask_depends_on_seed_layer_and_place_alone():
     assert torch.equal(mask(0, "a", 1), mask(0, "a", 1))
     for other in ((1, "a", 1), (0, "b", 1), (0, "a", 2), (0, "a1", 1)):
         assert not torch.equal(mask(0, "a", 1), mask(*other))
+    assert not torch.equal(merged("dare_ties", seed=0), merged("dare_ties", seed=1))
     # The third adapter has the same mask whether or not the second is there.
     with_all = merged("dare_linear", weights=[0.0, 0.0, 1.0], density=0.5)
     alone = merged("dare_linear", MATRICES[2:], [1.0], indices=[2], density=0.5)
