@@ -1,8 +1,8 @@
 # Everything from nothing: each target makes its virtual environment and installs what it needs.
-#   make demo   the main job: quantise a real model, measure it, reload it (under demo/)
-#   make test   all tests, the slow ones too
-#   make check  formatting and lint
-#   make fixtures   the tiny models and data sets of examples/configs/ (under examples/fixtures/)
+#   make demo      the main job: quantise a real model, measure it, reload it (under demo/)
+#   make test      all tests, the slow ones too
+#   make check     formatting and lint
+#   make fixtures  the tiny models and data sets of examples/configs/ (under examples/fixtures/)
 # Another environment: make test VENV=/tmp/env. Another interpreter: make test PYTHON=python3.12.
 
 PYTHON ?= python3
