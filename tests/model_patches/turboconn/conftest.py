@@ -92,7 +92,13 @@ def ids() -> Callable[..., torch.Tensor]:
     return make_ids
 
 
-@pytest.fixture(scope="session", params=list(FAMILIES))
+QUICK = ("Llama", "Gemma2")  # plain, and with windows, scaled embeddings and norms after the blocks
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def family(request) -> str:
     """Every supported family in turn."""
     return request.param
