@@ -33,6 +33,7 @@ _EXPORTS = {
         "prepare_lora_config",
         "quantize_model",
     ],
+    "hf_ext.trainers.cat": ["CaTConfig", "CaTTrainer"],
     "hf_ext.kernel_lookup": ["load_kernel"],
     "hf_ext.publishing": ["publish_kernel", "publish_model"],
     "hf_ext.registry": ["list_methods"],
@@ -48,7 +49,8 @@ _NEEDS = {
         "load_adapter",
         "merge_adapter_folders",
         "prepare_lora_config",
-    ]
+    ],
+    "trl": ["CaTConfig", "CaTTrainer"],
 }
 _WINGS = [
     "adapters",
@@ -90,3 +92,5 @@ if TYPE_CHECKING:  # for editors and type checkers only; a test keeps it equal t
     from hf_ext.quantizers.mxfp4 import prepare_lora_config as prepare_lora_config
     from hf_ext.quantizers.mxfp4 import quantize_model as quantize_model
     from hf_ext.registry import list_methods as list_methods
+    from hf_ext.trainers.cat import CaTConfig as CaTConfig
+    from hf_ext.trainers.cat import CaTTrainer as CaTTrainer

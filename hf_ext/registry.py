@@ -130,6 +130,7 @@ METHODS: tuple[Method, ...] = (
         wing="trainers",
         title="Compute as Teacher: Turning Inference Compute Into Reference-Free Supervision",
         summary="GRPO without labels: rollouts are merged into a pseudo-reference that grades them",
+        status="available",
     ),
     Method(
         name="coherence_grpo",
