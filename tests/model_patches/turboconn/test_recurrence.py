@@ -154,6 +154,20 @@ def test_a_row_alone_equals_the_row_padded_in_a_batch(attention, group_size, lin
         assert difference(right[:, :7], model(tokens[1:, 5:]).logits) < ROUNDING
 
 
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_padding_writes_no_state_even_where_positions_do_not_tell(group_size, linked, ids):
+    # Rotary positions are relative, so a row that starts late is the same row; only the mask says what is padding.
+    model, tokens = linked(scale=0.3, group_size=group_size), ids(1, 12)
+    mask = torch.ones(1, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        alone = model(tokens[:, 5:]).logits
+        assert difference(model(tokens, attention_mask=mask).logits[:, 5:], alone) < 2 * ROUNDING
+        first = model(tokens[:, :7], attention_mask=mask[:, :7], use_cache=True)
+        second = model(tokens[:, 7:], attention_mask=mask, cache=first.cache, use_cache=True)
+        assert difference(second.logits, alone[:, 2:]) < 2 * ROUNDING
+
+
 def test_a_padded_batch_generates_what_each_row_does_alone(family, linked, ids):
     model, tokens = linked(family, group_size=2), ids(2, 9)
     mask = torch.ones(2, 9, dtype=torch.long)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hf_ext import MXFP4Config
 from hf_ext.model_patches.turboconn import (
     TurboConnConfig,
     configuration_turboconn,
@@ -200,6 +201,20 @@ def test_bf16_is_kept(linked, tiny, ids, tmp_path):
     loaded, _ = load(tmp_path)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     assert torch.isfinite(loaded.eval()(ids()).logits).all()
+
+
+def test_a_patched_checkpoint_may_be_quantized_when_it_is_loaded(linked, ids, tmp_path):
+    model, tokens = linked(model={"hidden_size": 64, "intermediate_size": 64}), ids()
+    model.save_pretrained(tmp_path)
+    packed = AutoModelForCausalLM.from_pretrained(
+        tmp_path, trust_remote_code=True, quantization_config=MXFP4Config()
+    ).eval()
+    assert type(packed.model.layers[0].mlp.up_proj).__name__ == "MXFP4Linear"
+    assert torch.equal(packed.model.turbo_links.into_0.weight, model.model.turbo_links.into_0.weight)
+    with torch.no_grad():
+        found = packed(tokens).logits
+        packed.set_links(False)
+        assert (packed(tokens).logits - found).abs().max() > 1e-3
 
 
 def test_patch_loads_a_folder_by_its_name(tiny_llama_dir, tmp_path):
