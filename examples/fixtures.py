@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from hf_ext.benchmarks.cat.sums import chat_tokenizer, train_llama
+from hf_ext.benchmarks.cat import sums as training
 from hf_ext.runlog import write_json, write_text
 from hf_ext.trainers.cat import prompts
 
@@ -96,8 +96,8 @@ def tiny_llama(folder: Path) -> None:
         while True:
             yield _conversations(rng, 16)
 
-    tokenizer = chat_tokenizer(corpus)
-    train_llama(folder, tokenizer, batches(), hidden=64, layers=2, heads=4, steps=300, learning_rate=0.02)
+    tokenizer = training.chat_tokenizer(corpus)
+    training.train_llama(folder, tokenizer, batches(), hidden=64, layers=2, heads=4, steps=300, learning_rate=0.02)
 
 
 def _write_rows(file: Path, rows: list[dict]) -> None:
@@ -136,7 +136,7 @@ def build(name: str, folder: Path = FOLDER) -> bool:
         folder: Where fixtures are.
     """
     # An edit of what it is built with makes it anew.
-    modules = (sys.modules[__name__], inspect.getmodule(train_llama), prompts)
+    modules = (sys.modules[__name__], training, prompts)
     made_of = hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
     target, partial = folder / name, folder / f"{name}.partial"
     stamp = target / STAMP

@@ -108,16 +108,16 @@ def _inference(noise: str, recipe: Recipe, held_out: int, row, say) -> None:
 
 
 def _train(noise: str, recipe: Recipe, methods: str, seed: int, steps: int, held_out: int, log: RunLog, row, say):
-    from hf_ext.benchmarks.cat.training import LABELS, METHODS, Budget, train
+    from hf_ext.benchmarks.cat.training import LABELS, LONGER, METHODS, VOTE, Budget, train
 
     # Where errors are only spread, the question is what the vote reaches of the labels' gain.
-    names = list(METHODS) if noise == "systematic" else [LABELS, "TTRL, majority vote"]
+    names = list(METHODS) if noise == "systematic" else [LABELS, VOTE]
     for name in names:
         wanted = any(part in name for part in methods.split(","))
         if not wanted or log.done(kind="train", noise=noise, method=name, seed=seed):
             continue
         say(f"{noise}, seed {seed}: {name}")
-        budget = Budget(steps=steps, held_out=held_out)
+        budget = Budget(steps=2 * steps if name == LONGER else steps, held_out=held_out)
         found = train(base_model(recipe, say), name, seed, budget)
         row("train", noise, name, seed, found)
         shown = f"{found['accuracy']:.3f} ± {found['standard_error']:.3f}"

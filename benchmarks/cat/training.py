@@ -25,7 +25,7 @@ from hf_ext.chat import ChatReply, generate_replies, render_conversation
 from hf_ext.trainers.answers import answers_match, extract_answer
 from hf_ext.trainers.cat import CaTConfig, CaTTrainer
 
-__all__ = ["LABELS", "METHODS", "Budget", "accuracy", "aggregate", "load", "train"]
+__all__ = ["LABELS", "LONGER", "METHODS", "VOTE", "Budget", "accuracy", "aggregate", "load", "train"]
 
 # Name -> what the references come from.
 METHODS = {
@@ -33,8 +33,11 @@ METHODS = {
     "CaT, synthesis": "synthesis",
     "CaT, scripted anchor": "scripted",
     "TTRL, majority vote": "majority",
+    "CaT, twice the steps": "synthesis",
 }
 LABELS = "GRPO, true labels"
+VOTE = "TTRL, majority vote"
+LONGER = "CaT, twice the steps"
 SCRIPTED_RIGHT = 0.85
 MAX_TOKENS = 28  # the longest working has 23
 CHANGING = 10  # steps at either end over which logged figures are averaged

@@ -136,7 +136,7 @@ def test_the_goals_of_the_report_are_what_the_rows_say(tmp_path):
     step = {"reward": 0.5, "reference_accuracy": 0.8, "differs_from_vote": 0.2}
     tokens = {"tokens_read": 8.0, "tokens_written": 19.0}
     rows = []
-    for method, accuracy in zip(training.METHODS, (0.98, 0.9, 0.96, 0.72)):
+    for method, accuracy in zip(training.METHODS, (0.98, 0.9, 0.96, 0.72, 0.84)):
         for noise in ("systematic", "spread"):
             row = {"kind": "train", "noise": noise, "method": method, "accuracy": accuracy, "seconds_a_step": 1.0}
             row |= {"first": step, "last": step, "curve": [[2, accuracy]], "budget": training.Budget()._asdict()}
@@ -147,6 +147,7 @@ def test_the_goals_of_the_report_are_what_the_rows_say(tmp_path):
     judge = {"kind": "judge", "noise": "", "tokens_fed": 4000, "largest_difference": 1e-5, **facts}
     rows += [{**judge, "method": way, "seconds": s} for way, s in (("prefix shared", 1.0), ("one at a time", 2.5))]
     text = report.section(rows, tmp_path)
-    assert "| **0.900 against 0.850, with 1/14.9 of the tokens** | yes |" in text
+    assert "| **0.900 against 0.850 ± 0.010, with 1/14.9 of the tokens** | yes |" in text
+    assert "| 0.840 against 0.850 ± 0.010, with 1/14.9 of the tokens | no |" in text
     assert "| **0.900 / 0.720 = 1.25** | yes |" in text and "| **0.960 / 0.980 = 0.98** | yes |" in text
     assert "| 0.720 / 0.980 = 0.73 | no |" in text and "| 2.5 x | no |" in text

@@ -31,12 +31,14 @@ def fixtures():
 def built(fixtures, tmp_path_factory):
     """All fixtures in a folder of their own; the model is trained for a few steps only."""
     folder = tmp_path_factory.mktemp("fixtures")
-    whole = fixtures.train_llama
-    fixtures.train_llama = lambda *args, **kwargs: whole(*args, **{**kwargs, "steps": 3, "say": lambda text: None})
-    try:
+    whole = fixtures.training.train_llama
+
+    def hardly(*args, **kwargs):
+        whole(*args, **{**kwargs, "steps": 3, "say": lambda text: None})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixtures.training, "train_llama", hardly)
         assert all(fixtures.build(name, folder) for name in fixtures.FIXTURES)
-    finally:
-        fixtures.train_llama = whole
     return folder
 
 
