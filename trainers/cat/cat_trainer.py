@@ -205,9 +205,9 @@ class CaTTrainer(GRPOTrainer):
         anchor, judge = self._scorer.tools.anchor, self._scorer.judge
         rows = {
             "aggregator": self._scorer.aggregator.name,
-            "anchor": anchor.name if anchor else "none",
+            "anchor": anchor.name if anchor is not None else "none",
             "reward": self.args.reward,
-            "judge": judge.name if judge else "none",
+            "judge": judge.name if judge is not None else "none",
             "rollouts a prompt": self.num_generations,
             "templates": ", ".join(f"{name} {value}" for name, value in self.args.template_hashes.items()),
         }
@@ -301,7 +301,7 @@ class CaTTrainer(GRPOTrainer):
         judge = self._scorer.judge
         return {
             "aggregator": self._scorer.aggregator.name,
-            "judge": judge.name if judge else None,
+            "judge": judge.name if judge is not None else None,
             "templates": self.args.template_hashes,
         }
 

@@ -125,9 +125,6 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from hf_ext.trainers.cat import CaTConfig, CaTTrainer
 
-def anchor(messages):
-    return "ref"
-
 def judge(items):
     return [sum(item.completion.encode()) % 3 > 0 for item in items]
 
@@ -143,12 +140,14 @@ args = CaTConfig(
     gradient_checkpointing=False, report_to=[], disable_tqdm=True, logging_steps=1, min_rubrics=2, max_rubrics=2,
     anchor_temperature=0.0, rubric_retries=0,
 )
-data = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(8)]})
+# One epoch: over the end of one, the host's own sampler does not resume in the order of the whole run.
+data = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(16)]})
 class Anchor:
     name = "scripted"
     def complete(self, conversations, **sampling):
         from hf_ext.chat import ChatReply
-        return [ChatReply("- short text\\n- no errors" if "criteria" in c[0]["content"] else "ref", "stop") for c in conversations]
+        texts = ["- short text\\n- no errors" if "criteria" in c[0]["content"] else "ref" for c in conversations]
+        return [ChatReply(text, "stop") for text in texts]
 trainer = CaTTrainer(sys.argv[1], args=args, train_dataset=data, judge=judge, anchor=Anchor(), callbacks=[Kill()])
 trainer.train(resume_from_checkpoint=len(sys.argv) > 4)
 """
@@ -178,7 +177,7 @@ def test_a_killed_run_has_every_finished_step_and_its_resume_neither_doubles_nor
 
     resumed = run("killed", 99, "resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.split()[0] == "{'loss':" or "5" in resumed.stdout.split()
+    assert [line for line in resumed.stdout.split() if line.isdigit()] == ["5", "6"]
     for name in ("cat_audit.jsonl", "cat_groups.jsonl"):
         want, got = rows("whole", name), rows("killed", name)
         for row in (*want, *got):

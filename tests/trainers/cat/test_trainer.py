@@ -433,7 +433,8 @@ def test_the_card_says_who_rewarded(make_trainer):
     trainer.create_model_card("x")
     text = open(f"{trainer.args.output_dir}/README.md").read()
     assert "- cat" in text and "Compute as Teacher" in text
-    assert "callable:table" in text and "| reward | rubric |" in text and "synthesis" in text
+    assert "| judge | callable:table |" in text
+    assert "| reward | rubric |" in text and "| aggregator | synthesis |" in text
 
 
 def test_the_reward_function_is_named_and_picklable(make_trainer):
