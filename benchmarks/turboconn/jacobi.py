@@ -27,7 +27,7 @@ def errors(model: torch.nn.Module, ids: torch.Tensor, passes: list[int]) -> dict
     found: dict[str, Any] = {"passes": passes, "largest": [], "relative": [], "changed": []}
     try:
         exact = model.eval()(input_ids=ids, use_cache=False).logits
-        model.train()  # evaluation is always exact
+        model.model.training = True  # evaluation is always exact; the layers' dropout stays off
         for count in passes:
             settings.train_mode, settings.n_iters = "jacobi", count
             logits = model(input_ids=ids, use_cache=False).logits

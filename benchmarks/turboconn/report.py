@@ -91,14 +91,14 @@ def _accuracy(runs: list[dict[str, Any]], plots: Path) -> list[str]:
             [task, model, f"{group[0]['lr']:g}", *(_spread([at_length(r, n) for r in group]) for n in lengths)]
         )
     return [
-        f"A Llama of {BASE['layers']} layers, d {BASE['hidden']}, pretrained on repeated patterns, progressions and "
-        f"random maps of {BASE['length']} tokens (none needs a state), once a seed. Fine-tuned on sequences of "
-        f"{first['length']} tokens, {first['rows']} a step, {first['steps']} steps (the row *base, 4 x the steps* has "
-        "four times as many: about the time that links take), whole matrices, all weights trained, as it is (*base*) "
-        "or with links (*sparse*: the last layer to the first; *dense*: each upper layer to the one half the depth "
-        "below; *cascade*: the uppermost to the lowest, the next to the next). Every model saw the same data at the "
-        f"same learning rates. Tested on {len(first['accuracy'])} tokens; accuracy *at* a length is that of the "
-        "answers to the last four tokens of it.\n",
+        f"A Llama of {BASE['layers']} layers, d {BASE['hidden']}, pretrained for {BASE['steps']} steps on a made-up "
+        f"language and repeated phrases ({BASE['length']} tokens, no state needed). Fine-tuned on sequences of "
+        f"{first['length']} tokens, {first['rows']} a step (the seed is of this data), all weights, as it is (*base*) "
+        "or with links of whole matrices (*sparse*: the last layer to the first; *dense*: each upper layer to the one "
+        "half the depth below; *cascade*: the uppermost to the lowest, the next to the next). Every model of a task "
+        "saw the same data for the same steps at the same learning rates; *base, 4 x the steps* took about the time "
+        f"that links take. Tested on {len(first['accuracy'])} tokens; accuracy at a length is that of the answers to "
+        "its last four tokens.\n",
         *(f"- *{task}* (chance {TASKS[task].chance:.0%}): {TASKS[task].about}." for task in tasks),
         "\n### Accuracy against length\n",
         "Mean over the seeds (lowest to highest), at the learning rate that was best **within** the trained length.\n",

@@ -16,6 +16,7 @@ ANSWERS = 20  # id of the first answer: no task has more symbols
 VOCABULARY = 144
 _MODULUS = 7
 _COUNTERS, _COUNT = 4, 5
+_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -133,31 +134,23 @@ def batch_of(
 
 
 def pretraining_batch(rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Text that needs no state: repeated patterns, progressions modulo a number, and random maps used again and again.
+    """A made-up language: 64 words of 2 to 5 tokens, few of them frequent; every second row repeats a phrase.
 
-    None of the tasks is in it. It gives the base what a pretrained model has: heads that look back, and all positions.
+    None of the tasks is in it, and no state is needed. It gives the base what a pretrained model has: statistics of
+    its tokens, heads that look back, and all positions.
 
     Returns:
         Ids [rows, length].
     """
-
-    def below(count: int, *shape: int) -> torch.Tensor:
-        return torch.randint(count, shape or (1,), generator=generator)
-
+    language = torch.Generator().manual_seed(0)  # of the words, the same for every batch
+    words = [torch.randint(VOCABULARY, (2 + word % 4,), generator=language) for word in range(_WORDS)]
+    frequency = 1 / torch.arange(1.0, _WORDS + 1)
     found = []
     for row in range(rows):
-        kind = row % 3
-        if kind == 0:
-            period = 2 + below(31).item()
-            text = below(VOCABULARY, period).repeat(length // period + 1)
-        elif kind == 1:
-            size = 5 + below(VOCABULARY - 4).item()
-            text = (below(size).item() + (1 + below(size - 1).item()) * torch.arange(length)) % size
-        else:
-            size = 3 + below(14).item()
-            keys = torch.randperm(VOCABULARY, generator=generator)[:size]
-            values = below(VOCABULARY, size)
-            chosen = below(size, length // 2 + 1)
-            text = torch.stack([keys[chosen], values[chosen]], dim=1).flatten()
+        chosen = torch.multinomial(frequency, length // 2 + 1, replacement=True, generator=generator)
+        text = torch.cat([words[word] for word in chosen.tolist()])
+        if row % 2:
+            phrase = text[: 8 + torch.randint(25, (1,), generator=generator).item()]
+            text = phrase.repeat(length // len(phrase) + 1)
         found.append(text[:length])
     return torch.stack(found)

@@ -1,13 +1,14 @@
-"""The small base, pretrained once a seed; its fine-tuning with and without links; accuracy at every length."""
+"""The small base and its pretraining; its fine-tuning with and without links; accuracy at every length."""
 
 import hashlib
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +19,43 @@ from hf_ext.benchmarks.turboconn.tasks import VOCABULARY, Task, batch_of, pretra
 from hf_ext.model_patches.turboconn import TurboConnConfig, patch
 from hf_ext.runlog import write_json
 
-__all__ = ["BASE", "MODELS", "accuracy", "base_model", "fine_tune", "load", "pretrained"]
+__all__ = ["BASE", "MODELS", "Kind", "accuracy", "base_model", "fine_tune", "load", "pretrained"]
 
 BASE = {
     "layers": 4,
     "hidden": 64,
     "heads": 4,
     "kv_heads": 2,
-    "steps": 300,
+    "steps": 200,
     "batch": 16,
     "length": 128,
     "lr": 2e-3,
     "init": 0.1,
 }
-# Model -> its links (none: the base) and its steps as a multiple of the others'.
-MODELS: dict[str, tuple[str | None, int]] = {
-    "base": (None, 1),
-    "sparse": ("sparse", 1),
-    "dense": ("dense", 1),
-    "cascade": ("cascade", 1),
-    "base, 4 x the steps": (None, 4),
+
+
+class Kind(NamedTuple):
+    """How a model is made of the base and fine-tuned.
+
+    Attributes:
+        links: As `TurboConnConfig` names them; None for the base.
+        attention: Whether the attention's matrices are trained too.
+        factor: Its steps as a multiple of the others'.
+    """
+
+    links: str | None = None
+    attention: bool = False
+    factor: int = 1
+
+
+MODELS = {
+    "base": Kind(attention=True),
+    "base, attention kept": Kind(),
+    "sparse": Kind("sparse"),
+    "dense": Kind("dense"),
+    "cascade": Kind("cascade"),
+    "dense, attention trained": Kind("dense", attention=True),
+    "base, 4 x the steps": Kind(attention=True, factor=4),
 }
 
 
@@ -68,7 +86,7 @@ def pretrained(seed: int, plan: dict[str, Any] = BASE, say: Callable[[str], None
         plan: Sizes and steps, as `BASE`.
         say: Told before it is trained.
     """
-    facts = {**plan, "seed": seed, "version": 2}
+    facts = {**plan, "seed": seed, "version": 3}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     folder = cache_folder() / f"turboconn-base-{digest}"
     if (folder / "training.json").exists():
@@ -85,18 +103,25 @@ def pretrained(seed: int, plan: dict[str, Any] = BASE, say: Callable[[str], None
         return model(input_ids=ids, labels=ids).loss
 
     facts |= _optimise(model, loss, plan["steps"], plan["lr"])
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    # Its own name: another process may be at the same base.
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     model.save_pretrained(partial)
     write_json(partial / "training.json", facts)
-    partial.rename(folder)
+    if folder.exists():
+        shutil.rmtree(partial)
+    else:
+        partial.rename(folder)
     return folder
 
 
-def load(folder: Path, links: str | None, **settings: Any) -> torch.nn.Module:
-    """The base of a folder, with links unless `links` is None."""
+def load(folder: Path, kind: Kind = MODELS["base"]) -> torch.nn.Module:
+    """The base of a folder made ready for its fine-tuning."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model if links is None else patch(model, TurboConnConfig(links=links, **settings))
+    if kind.links is not None:
+        patch(model, TurboConnConfig(links=kind.links))
+    for layer in () if kind.attention else model.model.layers:
+        layer.self_attn.requires_grad_(False)
+    return model
 
 
 def fine_tune(
@@ -122,7 +147,7 @@ def _optimise(
     """AdamW, clipping at 1, a tenth of the steps to warm up, then a cosine down to a tenth of the rate."""
     start = time.perf_counter()
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.01)
     warm_up = max(1, steps // 10)
 
     def share(step: int) -> float:
