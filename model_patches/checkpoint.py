@@ -79,7 +79,8 @@ def write_patched(
     import torch
     from transformers import AutoModelForCausalLM
 
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    known = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
         raise ValueError(f"dtype is {dtype!r}; it must be a float type such as 'float32' or 'bfloat16', or 'auto'")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     before = _count(model)

@@ -7,6 +7,8 @@ import typer
 
 from hf_ext.cli.lazy import lazy_app
 
+__all__ = ["PATCHES", "app", "turboconn"]
+
 PATCHES = {
     "turboconn": (
         "hf_ext.model_patches.cli:turboconn",

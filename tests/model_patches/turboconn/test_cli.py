@@ -93,6 +93,7 @@ def test_an_existing_folder_is_replaced_only_when_told_so(source, tmp_path, caps
         (["--group-size", "0"], "group_size is 0"),
         (["--train-mode", "fast"], "train_mode is 'fast'"),
         (["--dtype", "float99"], "dtype is 'float99'"),
+        (["--dtype", "int8"], "dtype is 'int8'; it must be a float type"),
     ],
 )
 def test_wrong_options_are_one_line_and_leave_nothing(options, message, source, tmp_path, capsys):
