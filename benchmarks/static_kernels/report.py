@@ -5,11 +5,16 @@ from typing import Any
 
 from hf_ext.benchmarks.report import markdown_table
 
-__all__ = ["instructions_per_code", "macro_cost", "section"]
+__all__ = ["adapter_cost", "instructions_per_code", "macro_cost", "section"]
 
 
 # What a configuration's name holds, and what a step is, kernel by kernel.
 _NAMES = {
+    "flash_lora_attention": (
+        "A name holds the ranks of the adapter on keys and on values (0: none), the rows of queries and the tokens of "
+        "a tile, warps and stages; *in a step* counts one tile of tokens that every row sees. *halves*: keys are "
+        "rebuilt as two halves that are rotated with each other."
+    ),
     "mxfp4_gemm": (
         "A name holds the macro block (W4A4: of the inputs and of the weight), the tile M x N x K, warps and stages; "
         "*in a step* counts one iteration of the loop along K, and *per code* spreads it over the weight codes that "
@@ -61,6 +66,27 @@ def macro_cost(rows: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
     return found
 
 
+def adapter_cost(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, int]]:
+    """What an adapter adds to the same tile without one: (configuration, target, ratio of instructions, bytes).
+
+    Instructions are those of a step, a ratio of with to without; bytes those of shared memory that are added.
+    """
+
+    def tile(row: dict[str, Any]) -> tuple:
+        return (*(row["tile"].get(key) for key in ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "SPLIT")), row["threads"])
+
+    known = {
+        (row["name"].partition("-k")[0], row["target"], tile(row)): row for row in rows if "-k0-v0-" in row["name"]
+    }
+    found = []
+    for row in rows:
+        plain = known.get((row["name"].partition("-k")[0], row["target"], tile(row)))
+        if plain and row is not plain and row["default"] and row.get("loop") and plain.get("loop"):
+            shared = row["shared_bytes"] - plain["shared_bytes"]
+            found.append((row["name"], row["target"], row["loop"] / plain["loop"], shared))
+    return found
+
+
 def section(rows: list[dict[str, Any]], plots: Path) -> str:
     """A table of the default configurations of each kernel, and one of what macro blocks cost.
 
@@ -108,6 +134,16 @@ def _kernel_section(kernel: str, rows: list[dict[str, Any]]) -> str:
         f"{text} {_NAMES.get(kernel, '')}".rstrip() + "\n",
         markdown_table([*head, "per code", "matrix instruction"], cells),
     ]
+    added = adapter_cost(rows)
+    if added:
+        table = markdown_table(
+            ["configuration", "target", "instructions in a step", "shared KiB"],
+            [[f"`{name}`", target, f"{ratio:.2f}", f"{shared / 1024:+.1f}"] for name, target, ratio, shared in added],
+        )
+        parts.append(
+            "\nWhat an adapter adds to the same tile without one: instructions in a step as a ratio, and shared "
+            "memory.\n\n" + table
+        )
     costs = macro_cost(rows)
     if costs:
         names = list(dict.fromkeys(name for name, _, _ in costs))

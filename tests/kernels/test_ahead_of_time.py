@@ -110,6 +110,20 @@ def test_attention_needs_at_most_64_kib_of_shared_memory_and_reads_codes_by_16_b
             assert len(re.findall(r"ld\.global\S*\.[bu]8\b", text)) <= 24
 
 
+def test_the_adapter_costs_shared_memory_within_the_bound():
+    """Of the method: a tile of u and the head's rows of b for each of the adapter's sides, in 16 bits, a stage."""
+    kernel, rank, stages = "flash_lora_attention", 16, 2
+    rows = {key[1:]: row for key, row in KNOWN.items() if key[0] == kernel}
+    compared = 0
+    for (name, target), row in rows.items():
+        plain = rows.get((name.replace("-k0-v16-", "-k0-v0-"), target))
+        if "-k0-v16-" in name and plain:
+            bound = 2 * rank * (row["tile"]["BLOCK_N"] + row["tile"]["HEAD_DIM"]) * stages
+            assert row["shared_bytes"] - plain["shared_bytes"] <= bound, (name, target)
+            compared += 1
+    assert compared == 2 * len(DEFAULT_TARGETS)  # decode and prefill
+
+
 def test_hopper_uses_warp_group_products_from_one_row_on():
     for config in aot_configs(kernel_folder("mxfp4_gemm")):
         if config["name"].startswith("w4a16-bf16"):

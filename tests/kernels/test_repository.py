@@ -83,9 +83,21 @@ def decode(kernel):
     return kernel.decode_attention(dense[:, 0], *side, *values, dense, dense, **sizes)
 
 
+def attend(kernel):
+    """Attention of one query to one token, with an adapter of rank 1 on keys and values, all ones."""
+    ones, u, b, angles = torch.ones(1, 1, 1, 16), torch.ones(1, 1, 1), torch.ones(16, 1), torch.ones(1, 1, 16)
+    return kernel.flash_lora_attention(
+        ones, ones, ones, u, u, b, b, angles, angles, scale=1.0, lora_scale_k=1.0, lora_scale_v=0.5
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("mxfp4_gemm", lambda kernel: kernel.quantize(torch.ones(1, 32))), ("patternkv_attention", decode)],
+    [
+        ("flash_lora_attention", attend),
+        ("mxfp4_gemm", lambda kernel: kernel.quantize(torch.ones(1, 32))),
+        ("patternkv_attention", decode),
+    ],
     ids=NAMES,
 )
 def test_a_tensor_on_the_cpu_is_refused_without_the_interpreter(name, call):
@@ -94,13 +106,19 @@ def test_a_tensor_on_the_cpu_is_refused_without_the_interpreter(name, call):
         call(kernel)
 
 
+def test_the_attention_to_one_token_is_its_value_with_the_adapters_part():
+    assert attend(load_kernel("flash_lora_attention", "reference")).eq(1.5).all()
+
+
 def test_the_attention_of_zeros_is_the_logarithm_of_their_number():
     out, lse = decode(load_kernel("patternkv_attention", "reference"))
     assert not out.any() and lse.item() == pytest.approx(math.log(33))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("mxfp4_gemm", 6), ("patternkv_attention", 3)], ids=NAMES)
+@pytest.mark.parametrize(
+    ("name", "count"), [("flash_lora_attention", 3), ("mxfp4_gemm", 6), ("patternkv_attention", 3)], ids=NAMES
+)
 def test_the_librarys_own_runner_takes_the_benchmark_and_finds_its_results_right(name, count, tmp_path):
     folder = kernel_folder(name)
     command = [Path(sys.executable).parent / "kernels", "benchmark", folder, "--iterations", "1", "--warmup", "0"]
@@ -119,7 +137,10 @@ def test_the_command_names_the_bundled_kernels_when_a_folder_does_not_exist(caps
     with pytest.raises(SystemExit) as stopped:
         main(["kernels", "check", "no-such-folder"])
     assert stopped.value.code == 1
-    assert "'no-such-folder' is no folder, and no bundled kernel; bundled are: mxfp4_gemm" in capsys.readouterr().err
+    assert (
+        "'no-such-folder' is no folder, and no bundled kernel; bundled are: flash_lora_attention, mxfp4_gemm"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_command_shows_the_checks_of_a_bundled_kernel(capsys):

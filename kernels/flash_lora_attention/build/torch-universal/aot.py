@@ -15,6 +15,71 @@ _FREE = ("scale", "lora_scale_k", "lora_scale_v", "batch_rows", "kv_heads", "que
 DECODE, PREFILL = 4, 4096
 
 
+def aot_configs() -> list[dict]:
+    """One dict per configuration to compile.
+
+    Keys: ``kernel`` (the jitted function), ``name``, ``signature`` (argument -> Triton type, constexprs left out),
+    ``constexprs``, ``num_warps``, ``num_stages``, ``divisible`` (arguments that are multiples of 16 when D is one and
+    tensors are aligned), ``default`` (of the quick check), ``targets`` and ``options`` (passed to the compiler).
+    """
+    found = []
+    for rows in (DECODE, PREFILL):
+        # The same tile without an adapter is what the others are compared with.
+        for rank_k, rank_v in ((16, 16), (0, 16), (0, 0)):
+            found += _attend("bf16", rows, 128, rank_k, rank_v, default=True)
+        found += _attend("bf16", rows, 64, 16, 16, default=True)
+        for head_dim in (128, 64):
+            found += _attend("bf16", rows, head_dim, 64, 64)
+        found += _attend("bf16", rows, 128, 8, 8)
+        found += _attend("bf16", rows, 128, 16, 16, rotary=96)
+        found += _attend("bf16", rows, 80, 16, 16, rotary=32)
+        found += _attend("bf16", rows, 128, 16, 16, window=1024)
+        found += _attend("fp16", rows, 128, 16, 16)
+        found += _attend("fp32", rows, 128, 16, 16)
+    found += _attend("bf16", DECODE, 128, 16, 16, split=True)
+    found += _attend("bf16", PREFILL, 128, 0, 64)
+    return [*found, *_merge()]
+
+
+def _attend(dtype, rows, head_dim, rank_k, rank_v, **options) -> list[dict]:
+    """The configuration for every target, one dict for those that share an entry."""
+    entries = {}
+    for target in configs.ALL:
+        entry = configs.attend_entry(target, dtype, rows, head_dim, rank_k, rank_v)
+        key = tuple((name, value) for name, value in entry.items() if name != "targets")
+        entries.setdefault(key, []).append(target)
+    return [
+        attend_config(dtype, rows, head_dim, rank_k, rank_v, {**dict(key), "targets": tuple(targets)}, **options)
+        for key, targets in entries.items()
+    ]
+
+
+def _merge() -> list[dict]:
+    found = []
+    for head_dim, rank in ((128, 16), (64, 16), (128, 64)):
+        entry = {"BLOCK_M": 16, "BLOCK_N": 16, "HALVES": False}
+        padded = configs.constants(entry, head_dim, 0, rank, 0)
+        constants = {"b_v_d": rank, "GROUPS": 4, "HEAD_DIM": head_dim, "RANK_V": rank}
+        constants |= {"BLOCK_S": configs.MERGE["BLOCK_S"], **{name: padded[name] for name in ("BLOCK_D", "BLOCK_RV")}}
+        types = {"part_out_ptr": "*fp32", "part_low_ptr": "*fp32", "part_lse_ptr": "*fp32"}
+        types |= {"b_v_ptr": "*bf16", "out_ptr": "*bf16"}
+        scalars = {"lora_scale_v": "fp32", "batch_rows": "i32", "heads": "i32", "parts": "i32"}
+        found.append(
+            {
+                "kernel": merge_kernel,
+                "name": f"merge-bf16-d{head_dim}-v{rank}",
+                "signature": types | scalars,
+                "constexprs": constants,
+                **configs.launch_options(configs.MERGE),
+                "divisible": list(types),
+                "targets": configs.ALL,
+                "default": (head_dim, rank) == (128, 16),
+                "options": {},
+            }
+        )
+    return found
+
+
 def attend_config(
     dtype: str,
     rows: int,
@@ -49,9 +114,7 @@ def attend_config(
         "HAS_START": True,
         "SPLIT": split,
         "DOT": _DOT[dtype],
-        "BLOCK_M": entry["BLOCK_M"],
-        "BLOCK_N": entry["BLOCK_N"],
-        **configs.blocks(head_dim, rank_k, rank_v, rotary if rank_k else 0),
+        **configs.constants(entry, head_dim, rank_k, rank_v, rotary if rank_k else 0),
     }
     pointers = {f"{name}_ptr": f"*{kind}" for name, kind in types.items()}
     scalars = {
@@ -63,6 +126,7 @@ def attend_config(
     name += f"-rot{rotary}" if rank_k and rotary != head_dim else ""
     name += ("" if causal else "-full") + (f"-window{window}" if window else "") + ("-split" if split else "")
     name += f"-{entry['BLOCK_M']}x{entry['BLOCK_N']}-w{entry['num_warps']}-s{entry['num_stages']}"
+    name += "-halves" if constants["HALVES"] else ""
     return {
         "kernel": attend_kernel,
         "name": name,

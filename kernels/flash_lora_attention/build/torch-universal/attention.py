@@ -27,6 +27,22 @@ def _load(ptr, row, column, row_stride, rows_ok, WIDTH: tl.constexpr, MASKED: tl
         return tl.load(at)
 
 
+@triton.jit
+def _load_angles(ptr, row, angle, column, row_stride, rows_ok, other, ROTARY: tl.constexpr, MASKED: tl.constexpr):
+    """A tile [rows, columns] of cosines or sines as float32; ``other`` in columns from ROTARY on."""
+    at = ptr + row[:, None] * row_stride + angle[None, :]
+    PADDED: tl.constexpr = column.shape[0] > ROTARY
+    if MASKED and PADDED:
+        x = tl.load(at, mask=rows_ok[:, None] & (column < ROTARY)[None, :], other=other)
+    elif MASKED:
+        x = tl.load(at, mask=rows_ok[:, None], other=other)
+    elif PADDED:
+        x = tl.load(at, mask=(column < ROTARY)[None, :], other=other)
+    else:
+        x = tl.load(at)
+    return x.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["batch_rows", "kv_heads", "queries", "tokens", "origin", "chunk"])
 def attend_kernel(
     query_ptr,
@@ -80,6 +96,7 @@ def attend_kernel(
     HAS_START: tl.constexpr,
     SPLIT: tl.constexpr,
     DOT: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -113,33 +130,49 @@ def attend_kernel(
     b = (tl.program_id(0) // blocks // kv_heads).to(tl.int64)
     g = (tl.program_id(0) // blocks % kv_heads).to(tl.int64)
     # The last block sees the most tokens and starts first.
-    row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok = row < rows
+    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    first_s = first_row // GROUPS
+    # Of a row: its query after the first of the block, and its head in the group.
+    row = first_row - first_s * GROUPS + tl.arange(0, BLOCK_M)
+    row_ok = first_s * GROUPS + row < rows
     s = row // GROUPS
-    h = g * GROUPS + row % GROUPS
-    position = tokens - queries + s
+    j = row % GROUPS
+    lowest = tokens - queries + first_s
+    position = lowest + s
 
     channel = tl.arange(0, BLOCK_D)
+    channel_ok = channel < HEAD_DIM
+    PADDED: tl.constexpr = BLOCK_D > HEAD_DIM
     rank_k = tl.arange(0, BLOCK_RK)
     rank_v = tl.arange(0, BLOCK_RV)
-    half = tl.arange(0, BLOCK_HALF)
-    rest = tl.arange(0, BLOCK_REST)
-    query_at = b * query_b + h * query_h + s.to(tl.int64) * query_s
+    # Rows lie at 32-bit distances: 64 bits a row would be kept, and spilled, until the end.
+    query_ptr += b * query_b + g * GROUPS * query_h + first_s.to(tl.int64) * query_s
+    query_at = s * query_s + j * query_h
+    if not HALVES:
+        query = _load(query_ptr, query_at, channel, 1, row_ok, HEAD_DIM, True).to(DOT)
     if HAS_K_LORA:
         b_k_ptr += g * HEAD_DIM * b_k_d
+    if HALVES:
+        half = tl.arange(0, BLOCK_HALF)
+        rest = tl.arange(0, BLOCK_REST)
         if HALF > 0:
             query_1 = _load(query_ptr, query_at, half, 1, row_ok, HALF, True).to(DOT)
             query_2 = _load(query_ptr + HALF, query_at, half, 1, row_ok, HALF, True).to(DOT)
-            half_ok = half < HALF
-            b_k_1 = tl.trans(_load(b_k_ptr, half, rank_k, b_k_d, half_ok, RANK_K, BLOCK_HALF > HALF)).to(DOT)
-            b_k_ptr_2 = b_k_ptr + HALF * b_k_d
-            b_k_2 = tl.trans(_load(b_k_ptr_2, half, rank_k, b_k_d, half_ok, RANK_K, BLOCK_HALF > HALF)).to(DOT)
+            b_k_1 = _load(b_k_ptr, half, rank_k, b_k_d, half < HALF, RANK_K, BLOCK_HALF > HALF)
+            b_k_2 = _load(b_k_ptr + HALF * b_k_d, half, rank_k, b_k_d, half < HALF, RANK_K, BLOCK_HALF > HALF)
+            b_k_1, b_k_2 = tl.trans(b_k_1).to(DOT), tl.trans(b_k_2).to(DOT)
         if REST > 0:
             query_3 = _load(query_ptr + ROTARY, query_at, rest, 1, row_ok, REST, True).to(DOT)
-            b_k_ptr_3 = b_k_ptr + ROTARY * b_k_d
-            b_k_3 = tl.trans(_load(b_k_ptr_3, rest, rank_k, b_k_d, rest < REST, RANK_K, BLOCK_REST > REST)).to(DOT)
-    else:
-        query = _load(query_ptr, query_at, channel, 1, row_ok, HEAD_DIM, True).to(DOT)
+            b_k_3 = _load(b_k_ptr + ROTARY * b_k_d, rest, rank_k, b_k_d, rest < REST, RANK_K, BLOCK_REST > REST)
+            b_k_3 = tl.trans(b_k_3).to(DOT)
+    elif HAS_K_LORA:
+        b_k = _load(b_k_ptr, channel, rank_k, b_k_d, channel_ok, RANK_K, PADDED).to(DOT)
+        if HALF > 0:
+            # Of channel i: the channel that it is rotated with, in its row of b_k with the sign of the sine.
+            partner = tl.where(channel < HALF, channel + HALF, channel - HALF)
+            b_k_turned = _load(b_k_ptr, partner, rank_k, b_k_d, channel < ROTARY, RANK_K, BLOCK_D > ROTARY)
+            b_k_turned = tl.where((channel < HALF)[:, None], -b_k_turned, b_k_turned).to(DOT)
+            angle = tl.where(channel < HALF, channel, channel - HALF)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     low = tl.zeros([BLOCK_M, BLOCK_RV], tl.float32)
@@ -156,7 +189,6 @@ def attend_kernel(
     # Tokens that some row of the block sees: [first, last). Of these, all rows see those before `middle`.
     first = origin + part * chunk
     last = tl.minimum(first + chunk, tokens)
-    lowest = tl.min(position, axis=0)
     if HAS_START:
         first = tl.maximum(first, tl.load(kv_start_ptr + b).to(tl.int32))
     if WINDOW > 0:
@@ -172,8 +204,7 @@ def attend_kernel(
     # In base 2.
     scale = scale / _LN_2
 
-    for PHASE in tl.static_range(1 if WINDOW > 0 else 0, 2):
-        MASKED: tl.constexpr = PHASE == 1
+    for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
         begin = middle if MASKED else first
         end = last if MASKED else middle
         for start in range(begin, end, BLOCK_N):
@@ -181,32 +212,42 @@ def attend_kernel(
             token_ok = start + token < end
             offset = tl.full([], 0, tl.int64) + start
             key_at = key_ptr + offset * key_t
-            if HAS_K_LORA:
-                u = _load(u_k_ptr + offset * u_k_t, token, rank_k, u_k_t, token_ok, RANK_K, MASKED).to(DOT)
-                logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            u_at = u_k_ptr + offset * u_k_t
+            cos_at = cos_ptr + offset * cos_t
+            sin_at = sin_ptr + offset * sin_t
+            if HALVES:
+                u = _load(u_at, token, rank_k, u_k_t, token_ok, RANK_K, MASKED).to(DOT)
                 if HALF > 0:
-                    cos = _load(cos_ptr + offset * cos_t, token, half, cos_t, token_ok, HALF, MASKED)
-                    sin = _load(sin_ptr + offset * sin_t, token, half, sin_t, token_ok, HALF, MASKED)
-                    cos = cos.to(tl.float32) * lora_scale_k
-                    sin = sin.to(tl.float32) * lora_scale_k
+                    cos = _load(cos_at, token, half, cos_t, token_ok, HALF, MASKED).to(tl.float32) * lora_scale_k
+                    sin = _load(sin_at, token, half, sin_t, token_ok, HALF, MASKED).to(tl.float32) * lora_scale_k
                     part_1 = tl.dot(u, b_k_1, input_precision="ieee")
                     part_2 = tl.dot(u, b_k_2, input_precision="ieee")
                     key = _load(key_at, token, half, key_t, token_ok, HALF, MASKED).to(tl.float32)
                     key = (key + part_1 * cos - part_2 * sin).to(DOT)
-                    logits = tl.dot(query_1, tl.trans(key), logits, input_precision="ieee")
+                    logits = tl.dot(query_1, tl.trans(key), input_precision="ieee")
                     key = _load(key_at + HALF, token, half, key_t, token_ok, HALF, MASKED).to(tl.float32)
                     key = (key + part_2 * cos + part_1 * sin).to(DOT)
                     logits = tl.dot(query_2, tl.trans(key), logits, input_precision="ieee")
+                else:
+                    logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                 if REST > 0:
                     part_3 = tl.dot(u, b_k_3, input_precision="ieee")
                     key = _load(key_at + ROTARY, token, rest, key_t, token_ok, REST, MASKED).to(tl.float32)
                     key = (key + part_3 * lora_scale_k).to(DOT)
                     logits = tl.dot(query_3, tl.trans(key), logits, input_precision="ieee")
             else:
-                key = _load(key_at, token, channel, key_t, token_ok, HEAD_DIM, MASKED).to(DOT)
-                logits = tl.dot(query, tl.trans(key), input_precision="ieee")
+                key = tl.trans(_load(key_at, token, channel, key_t, token_ok, HEAD_DIM, MASKED))
+                if HAS_K_LORA:
+                    u = tl.trans(_load(u_at, token, rank_k, u_k_t, token_ok, RANK_K, MASKED)).to(DOT)
+                    part_1 = tl.dot(b_k, u, input_precision="ieee")
+                    if HALF > 0:
+                        part_2 = tl.dot(b_k_turned, u, input_precision="ieee")
+                        cos = _load_angles(cos_at, token, angle, channel, cos_t, token_ok, 1.0, ROTARY, MASKED)
+                        sin = _load_angles(sin_at, token, angle, channel, sin_t, token_ok, 0.0, ROTARY, MASKED)
+                        part_1 = part_1 * tl.trans(cos) + part_2 * tl.trans(sin)
+                    key = key.to(tl.float32) + part_1 * lora_scale_k
+                logits = tl.dot(query, key.to(DOT), input_precision="ieee")
 
-            logits *= scale
             if MASKED:
                 visible = token_ok[None, :]
                 if CAUSAL:
@@ -214,10 +255,10 @@ def attend_kernel(
                 if WINDOW > 0:
                     visible = visible & (start + token[None, :] > position[:, None] - WINDOW)
                 logits = tl.where(visible, logits, -float("inf"))
-            new_high = tl.maximum(high, tl.max(logits, axis=1))
+            new_high = tl.maximum(high, tl.max(logits, axis=1) * scale)
             # A row that has seen nothing yet has -inf here: subtract 0, so that its weights are 0 and not NaN.
             base = tl.where(new_high == -float("inf"), 0.0, new_high) if MASKED else new_high
-            weights = tl.exp2(logits - base[:, None])
+            weights = tl.exp2(logits * scale - base[:, None])
             factor = tl.exp2(high - base)
             high = new_high
             total = total * factor + tl.sum(weights, axis=1)
@@ -231,20 +272,22 @@ def attend_kernel(
 
     # Rows that saw nothing: 0 / 1 and -inf + 0.
     some = tl.where(total > 0.0, total, 1.0)
-    acc = acc / some[:, None]
-    low = low / some[:, None]
-    out_row = (b * queries + s) * (kv_heads * GROUPS) + h
+    inverse = 1.0 / some
+    acc = acc * inverse[:, None]
+    low = low * inverse[:, None]
+    first_out = (b * queries + first_s) * (kv_heads * GROUPS) + g * GROUPS
+    out_row = s * (kv_heads * GROUPS) + j
     if SPLIT:
-        out_row += part.to(tl.int64) * batch_rows
-        tl.store(lse_ptr + out_row, high + tl.log2(some), mask=row_ok)
+        first_out += part.to(tl.int64) * batch_rows
+        tl.store(lse_ptr + first_out + out_row, high + tl.log2(some), mask=row_ok)
         if HAS_V_LORA:
-            low_at = low_ptr + out_row[:, None] * RANK_V + rank_v[None, :]
+            low_at = low_ptr + first_out * RANK_V + out_row[:, None] * RANK_V + rank_v[None, :]
             tl.store(low_at, low, mask=row_ok[:, None] & (rank_v < RANK_V)[None, :])
     elif HAS_V_LORA:
         b_v_ptr += g * HEAD_DIM * b_v_d
         b_v = _load(b_v_ptr, channel, rank_v, b_v_d, channel < HEAD_DIM, RANK_V, BLOCK_D > HEAD_DIM).to(DOT)
         acc += lora_scale_v * tl.dot(low.to(DOT), tl.trans(b_v), input_precision="ieee")
-    out_at = out_ptr + out_row[:, None] * HEAD_DIM + channel[None, :]
+    out_at = out_ptr + first_out * HEAD_DIM + out_row[:, None] * HEAD_DIM + channel[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & (channel < HEAD_DIM)[None, :])
 
 

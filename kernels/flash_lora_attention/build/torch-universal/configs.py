@@ -6,12 +6,29 @@ MAX_HEAD_DIM = 128
 HEAD_DIM_UNIT = 8
 MAX_RANK = 64
 
-# The first entry that fits is used: up to `max_rows` rows (queries times query heads of a KV head) a block.
+# The first entry that fits is used. `max_rows` bounds the rows of a KV head (queries times the query heads that share
+# it), `max_columns` the head dimension as it is padded, `max_rank` both ranks, `max_rank_k` that on keys. With HALVES, keys are rebuilt as two
+# halves that are rotated with each other, tokens along the rows; without, channels lie along the rows and each is
+# rotated by itself: more products, but spread over 8 warps where the products with query and values stand that way.
 ATTEND = [
-    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
-    {"dtypes": ("bf16", "fp16"), "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2},
-    {"dtypes": ("fp32",), "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
-]
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "max_columns": 64, "HALVES": True, "BLOCK_M": 16, "BLOCK_N": 64,
+     "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "HALVES": True, "BLOCK_M": 16, "BLOCK_N": 32,
+     "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "HALVES": True, "BLOCK_M": 128, "BLOCK_N": 64,
+     "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 64,
+     "num_warps": 8, "num_stages": 2, "targets": ("sm_80", "gfx942")},
+    {"dtypes": ("bf16", "fp16"), "HALVES": True, "BLOCK_M": 128, "BLOCK_N": 32,
+     "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
+    {"dtypes": ("bf16", "fp16"), "max_rank": 32, "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 32,
+     "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
+    {"dtypes": ("bf16", "fp16"), "max_rank_k": 0, "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 32,
+     "num_warps": 8, "num_stages": 2, "targets": ("gfx942",)},
+    {"dtypes": ("bf16", "fp16"), "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 16,
+     "num_warps": 8, "num_stages": 2, "targets": ("sm_80", "gfx942")},
+    {"dtypes": ("fp32",), "HALVES": False, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+]  # fmt: skip
 MERGE = {"BLOCK_S": 16, "num_warps": 4, "num_stages": 1}
 
 # Fewer tokens a program cost more in merging than they bring.
@@ -30,14 +47,19 @@ def block(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length()) if size else 16
 
 
-def blocks(head_dim: int, rank_k: int, rank_v: int, rotary: int) -> dict[str, int]:
-    """The kernel's padded sizes of channels, rotated halves, channels that stay, and ranks."""
+def constants(entry: dict, head_dim: int, rank_k: int, rank_v: int, rotary: int) -> dict[str, int | bool]:
+    """The kernel's constants that follow from a launch entry and the sizes of a problem."""
+    # A product that is no wider than it is high would spread the warps of a decode step over its 16 rows alone.
+    least = 32 if entry["BLOCK_M"] == 16 else 16
     return {
+        "HALVES": bool(rank_k) and entry["HALVES"],
+        "BLOCK_M": entry["BLOCK_M"],
+        "BLOCK_N": entry["BLOCK_N"],
         "BLOCK_D": block(head_dim),
         "BLOCK_HALF": block(rotary // 2),
         "BLOCK_REST": block(head_dim - rotary),
         "BLOCK_RK": block(rank_k),
-        "BLOCK_RV": block(rank_v),
+        "BLOCK_RV": max(least, block(rank_v)),
     }
 
 
@@ -50,8 +72,8 @@ def attend_entry(target: str, dtype: str, rows: int, head_dim: int, rank_k: int,
         and dtype in entry["dtypes"]
         and rows <= entry.get("max_rows", rows)
         and block(head_dim) <= entry.get("max_columns", MAX_HEAD_DIM)
+        and max(rank_k, rank_v) <= entry.get("max_rank", MAX_RANK)
         and rank_k <= entry.get("max_rank_k", MAX_RANK)
-        and rank_v <= entry.get("max_rank_v", MAX_RANK)
     )
 
 

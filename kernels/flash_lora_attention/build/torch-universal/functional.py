@@ -45,7 +45,7 @@ def flash_lora_attention(
         b_k, b_v: [Hk * D, r], the adapter's second matrix (``lora_B.weight``). None where u is.
         cos, sin: [B or 1, T, R] from the model's own ``rotary_emb``, R even and at most D; both halves of a row are
             the same there, and the first is read. None: nothing is rotated (layers without positions), or u_k is None.
-        scale: of the logits.
+        scale: of the logits, positive.
         lora_scale_k, lora_scale_v: of the adapter (``scaling`` of peft); not read where u is None.
         causal: whether a query sees no token behind its own position.
         kv_start: int32 or int64 [B]: a row's first token that is none of its padding; None: 0.
@@ -70,6 +70,8 @@ def flash_lora_attention(
         raise ValueError(f"query has {heads} heads: expected a multiple of the {kv_heads} KV heads of key")
     if queries > tokens:
         raise ValueError(f"query has S={queries} tokens and key T={tokens}: the queries are the last of the T tokens")
+    if not scale > 0:
+        raise ValueError(f"scale={scale}: expected a positive number, D ** -0.5 as a rule")
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected a positive number of tokens, or None for all")
     for name, tensor in (("key", key), ("value", value)):

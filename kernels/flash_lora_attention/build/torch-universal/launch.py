@@ -101,7 +101,7 @@ def flash_lora_attention(
         part_out, part_low, part_lse = (
             query.new_empty((parts, batch_rows, *width), dtype=torch.float32) for width in ((head_dim,), (rank_v,), ())
         )
-    padded = configs.blocks(head_dim, rank_k, rank_v, rotary)
+    constants = configs.constants(entry, head_dim, rank_k, rank_v, rotary)
     tensors = {
         "query": (query, "bhs"),
         "key": (key, "bht"),
@@ -141,11 +141,10 @@ def flash_lora_attention(
         "HAS_START": kv_start is not None,
         "SPLIT": parts > 1,
         "DOT": _DOT_TYPES[query.dtype],
-        "BLOCK_M": entry["BLOCK_M"],
-        "BLOCK_N": entry["BLOCK_N"],
+        **constants,
     }
     with _on(query.device):
-        attend_kernel[(programs, parts)](**arguments, **padded, **configs.launch_options(entry))
+        attend_kernel[(programs, parts)](**arguments, **configs.launch_options(entry))
         if parts > 1:
             merge_kernel[(batch_rows,)](
                 part_out,
@@ -161,8 +160,8 @@ def flash_lora_attention(
                 GROUPS=groups,
                 HEAD_DIM=head_dim,
                 RANK_V=rank_v,
-                BLOCK_D=padded["BLOCK_D"],
-                BLOCK_RV=padded["BLOCK_RV"],
+                BLOCK_D=constants["BLOCK_D"],
+                BLOCK_RV=constants["BLOCK_RV"],
                 BLOCK_S=configs.MERGE["BLOCK_S"],
                 **configs.launch_options(configs.MERGE),
             )
