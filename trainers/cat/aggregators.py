@@ -96,7 +96,8 @@ class Aggregator:
     """
 
     name: str
-    needs_anchor = True
+    uses_anchor = True
+    needs_anchor = True  # nothing can be done without one
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
@@ -113,7 +114,7 @@ class First(Aggregator):
     """The first rollout: a control."""
 
     name = "first"
-    needs_anchor = False
+    uses_anchor = needs_anchor = False
 
     def __call__(self, groups: Sequence[Group]) -> list[Reference]:
         """One reference for each group."""
@@ -124,6 +125,7 @@ class Majority(Aggregator):
     """The most frequent answer; ties go to the class with the likeliest rollout under the anchor, then the first."""
 
     name = "majority"
+    needs_anchor = False
 
     def __call__(self, groups: Sequence[Group]) -> list[Reference]:
         """One reference for each group; its text is the class's likeliest rollout where the text is used at all."""
@@ -230,7 +232,7 @@ class BestOfN(Aggregator):
 class CallableAggregator(Aggregator):
     """Somebody else's rule: `fn(prompt, completions, **row) -> str`."""
 
-    needs_anchor = False
+    uses_anchor = needs_anchor = False
 
     def __init__(self, tools: Tools, function: Callable[..., str]) -> None:
         super().__init__(tools)

@@ -179,7 +179,7 @@ class CaTTrainer(GRPOTrainer):
             default_temperature=self.temperature,
         )
         rule = make_aggregator(aggregator or args.aggregator, tools)
-        if anchor is not None or rule.needs_anchor or args.reward in ("auto", "rubric") or judge == "anchor":
+        if anchor is not None or rule.uses_anchor or args.reward in ("auto", "rubric") or judge == "anchor":
             loading = dict(args.model_init_kwargs or {})
             loading.setdefault("trust_remote_code", args.trust_remote_code)
             loading.setdefault("dtype", self.model.dtype)
