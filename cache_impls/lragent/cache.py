@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from .attention import NAME, LowRankView
 from .configuration import LRAgentConfig
+from .content import Survey, Watch
 from .functional import common_prefix
 from .layer import SHARED, Growing, LRAgentLayer
 from .lora import Agent, check_adapter, check_inference, check_model, enabled_of
@@ -133,7 +134,7 @@ class LRAgentCache(Cache):
         self.agents: dict[str, str] = {}  # name -> key of its content when it was last active
         self.tracks: dict[str, Track] = {}
         self._agent: Agent | None = None
-        self._state: Any = None
+        self._watch: Watch | None = None
         self._warned = False
         super().__init__(layers=[LRAgentLayer() for _ in enabled.records])
 
@@ -162,22 +163,23 @@ class LRAgentCache(Cache):
         enabled = enabled_of(self.model)
         if enabled.active is not None:
             raise ValueError("another agent of this model is active: agents take turns, leave its `with` block first")
-        check_inference(self.model)
-        check_model(self.model)
+        survey = Survey(enabled.base)
+        check_inference(self.model, survey)
+        check_model(self.model, survey)
         check_adapter(self.model, enabled, name)
         self._choose_mode(enabled)
-        self._drop_changed(enabled, name)
+        self._drop_changed(enabled, name, survey)
         self._level()
         agent = Agent(name, self.agents[name], enabled.matrices(name) if self.splits else {})
         attention, base = enabled.base.config._attn_implementation, enabled.base
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave)
-            stack.enter_context(enabled.activate(self.model, agent, self))
+            stack.enter_context(enabled.activate(self.model, agent, self, survey))
             stack.enter_context(_watched_generate(base, self))
             if self.splits:
                 stack.callback(base.set_attn_implementation, attention)
                 base.set_attn_implementation(NAME)
-            self._agent, self._state = agent, enabled.state(name)
+            self._agent, self._watch = agent, Watch(survey, name)
             lane = agent.key if self.mode == "none" else SHARED
             # An agent without low-rank states of its own sees the base states as they are.
             own = {"base_shared": agent.key, "base_lr_shared": SHARED}.get(self.mode) if agent.matrices else None
@@ -186,7 +188,7 @@ class LRAgentCache(Cache):
             yield self
 
     def _leave(self) -> None:
-        self._agent = self._state = None
+        self._agent = self._watch = None
         for layer in self.layers:
             layer.focus(None, None)
         self._level()
@@ -209,10 +211,10 @@ class LRAgentCache(Cache):
             for layer in self.layers:
                 layer.low_rank.clear()
 
-    def _drop_changed(self, enabled: Any, name: str) -> None:
+    def _drop_changed(self, enabled: Any, name: str, survey: Survey) -> None:
         """Forget what adapters read whose content is another one now."""
         known = self.model.peft_config
-        found = {other: enabled.key(other) for other in {*self.agents, name} if other in known}
+        found = {other: enabled.key(other, survey) for other in {*self.agents, name} if other in known}
         before = dict(self.agents)
         self.agents |= found
         for stale in set(before.values()) - set(self.agents.values()):
@@ -298,7 +300,7 @@ class LRAgentCache(Cache):
         agent, enabled = self._agent, enabled_of(self.model)
         if enabled.base.training:
             raise ValueError("the model is in training mode, and an LRAgentCache is for inference: call model.eval()")
-        if enabled.state(agent.name) != self._state:
+        if self._watch.changed():
             raise ValueError(
                 f"adapter {agent.name!r} was changed while it is active, so its states would be of two contents: "
                 "leave the `with` block of `agent()` first"
@@ -455,7 +457,7 @@ class LRAgentCache(Cache):
         memo |= {id(self.model): self.model, id(self.config): self.config}
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
-            vars(twin)[name] = None if name in ("_agent", "_state") else copy.deepcopy(value, memo)
+            vars(twin)[name] = None if name in ("_agent", "_watch") else copy.deepcopy(value, memo)
         for layer in twin.layers:
             layer.focus(None, None)
         return twin

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 from hf_ext.extras import require
 
 from .configuration import LRAgentConfig
-from .content import adapter_key, adapter_scalings, adapter_tensors, base_fingerprint, base_tensors, sampled, versions
+from .content import Survey, adapter_key, base_fingerprint, sampled, versions
 from .functional import Layout, rotate
 
 require("peft", extra="adapters")
@@ -51,10 +51,16 @@ _SIDES = ("k", "v")
 
 
 class Projection(NamedTuple):
-    """Where keys or values come from: a module, and which of its output channels."""
+    """Where keys or values come from: a child of the attention layer, and which of its output channels."""
 
-    module: nn.Module
+    attention: nn.Module
+    name: str
     rows: slice
+
+    @property
+    def module(self) -> nn.Module:
+        """The child as it is now: peft replaces it when its first adapter comes."""
+        return getattr(self.attention, self.name)
 
 
 class Matrices(NamedTuple):
@@ -194,27 +200,18 @@ class Enabled:
 
         return hook
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, survey: Survey | None = None) -> str:
         """Hash of the base weights, taken again when they may have changed."""
-        tensors = [tensor for _, tensor in base_tensors(self.base)]
-        wrapped = [
-            module.get_base_layer().weight
-            for module in self.base.modules()
-            if isinstance(module, BaseTunerLayer) and hasattr(module.get_base_layer(), "weight")
-        ]
-        watched = versions(tensors), sampled(wrapped)
+        survey = survey or Survey(self.base)
+        watched = versions(tensor for _, tensor in survey.base_tensors()), sampled(survey.wrapped_weights())
         if self._fingerprint is None or self._fingerprint[0] != watched:
-            self._fingerprint = watched, base_fingerprint(self.base)
+            self._fingerprint = watched, base_fingerprint(survey)
         return self._fingerprint[1]
 
-    def state(self, adapter: str) -> Any:
-        """What must stay as it is while the adapter is active: cheap to take."""
-        tensors = versions(tensor for _, tensor in adapter_tensors(self.base, adapter))
-        return tensors, adapter_scalings(self.base, adapter)
-
-    def key(self, adapter: str) -> str:
+    def key(self, adapter: str, survey: Survey | None = None) -> str:
         """Hash of an adapter's content and of the base weights."""
-        return adapter_key(self.base, adapter, self.fingerprint())
+        survey = survey or Survey(self.base)
+        return adapter_key(survey, adapter, self.fingerprint(survey))
 
     def shared_a(self, model: PeftModel) -> str | None:
         """None if all adapters have equal A on every cached projection, else what differs."""
@@ -256,11 +253,12 @@ class Enabled:
         return found
 
     @contextlib.contextmanager
-    def activate(self, model: PeftModel, agent: Agent, cache: Any) -> Iterator[None]:
+    def activate(self, model: PeftModel, agent: Agent, cache: Any, survey: Survey) -> Iterator[None]:
         """Make an adapter the active one and split the cached projections; put all back in the end."""
         before = model.base_model.active_adapters[0]
         switch = before != agent.name
-        wants = [(parameter, parameter.requires_grad) for parameter in model.parameters()] if switch else []
+        names = (before, agent.name) if switch else ()
+        wants = [(t, t.requires_grad) for name in names for _, t in survey.adapter_tensors(name)]
         variants = self._variants(agent) if cache.splits else {}
         kept = {module: dict(module.lora_variant) for module in variants}
         try:
@@ -292,9 +290,10 @@ class Enabled:
         return {module: SplitLoRA(agent.name, found) for module, found in uses.items()}
 
 
-def _restore_gradients(wants: list[tuple[nn.Parameter, bool]]) -> None:
-    for parameter, wanted in wants:
-        parameter.requires_grad_(wanted)
+def _restore_gradients(wants: list[tuple[torch.Tensor, bool]]) -> None:
+    for tensor, wanted in wants:
+        if tensor.requires_grad != wanted:
+            tensor.requires_grad_(wanted)
 
 
 _ENABLED: "weakref.WeakKeyDictionary[nn.Module, Enabled]" = weakref.WeakKeyDictionary()
@@ -347,7 +346,7 @@ def enable_lragent(model: PeftModel, config: LRAgentConfig | None = None) -> Non
         if _ENABLED[model].config.targets == config.targets:
             return
         disable_lragent(model)
-    check_model(model)
+    check_model(model, Survey(model.get_base_model()))
     enabled = Enabled(model, config)
     try:
         adapters = [name for name in model.peft_config if _cached_layers(enabled, name)]
@@ -433,24 +432,23 @@ def freeze_shared_a(model: PeftModel, name: str, targets: tuple[str, ...] = ("k_
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def check_model(model: PeftModel) -> None:
+def check_model(model: PeftModel, survey: Survey) -> None:
     """Refuse a model in a state that no agent can use.
 
     Raises:
         ValueError: An adapter is merged, all are disabled or several are active.
     """
-    for module in model.modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            if module.merged_adapters:
-                raise ValueError(
-                    f"adapter {module.merged_adapters[0]!r} is merged into the base weights: call "
-                    "model.unmerge_adapter() first, or every agent's states would hold it"
-                )
-            if module.disable_adapters:
-                raise ValueError(
-                    "the adapters are disabled, so that the states would be the base model's: leave "
-                    "`disable_adapter()` or call model.base_model.enable_adapter_layers() first"
-                )
+    for _, module in survey.tuned:
+        if module.merged_adapters:
+            raise ValueError(
+                f"adapter {module.merged_adapters[0]!r} is merged into the base weights: call "
+                "model.unmerge_adapter() first, or every agent's states would hold it"
+            )
+        if module.disable_adapters:
+            raise ValueError(
+                "the adapters are disabled, so that the states would be the base model's: leave `disable_adapter()` "
+                "or call model.base_model.enable_adapter_layers() first"
+            )
     active = model.base_model.active_adapters
     if len(active) > 1:
         raise ValueError(
@@ -459,14 +457,14 @@ def check_model(model: PeftModel) -> None:
         )
 
 
-def check_inference(model: PeftModel) -> None:
+def check_inference(model: PeftModel, survey: Survey) -> None:
     """Refuse a model in training mode.
 
     Raises:
         ValueError: It is, or dropout is on in an adapter.
     """
-    base = model.get_base_model()
-    if base.training or any(isinstance(m, nn.Dropout) and m.training and m.p for m in base.modules()):
+    dropout = any(isinstance(module, nn.Dropout) and module.training and module.p for _, module in survey.modules)
+    if model.get_base_model().training or dropout:
         raise ValueError("the model is in training mode, and an LRAgentCache is for inference only: call model.eval()")
 
 
@@ -532,18 +530,18 @@ def _attention_records(base: nn.Module, config: LRAgentConfig) -> list[Attention
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
             continue
-        fused = next((children[name] for name in _FUSED if name in children), None)
+        fused = next((name for name in _FUSED if name in children), None)
         if fused is not None:
             size = module.head_dim
             queries = decoder.num_attention_heads * size
             keys = decoder.num_key_value_heads * size
             found = {
-                "k": Projection(fused, slice(queries, queries + keys)),
-                "v": Projection(fused, slice(queries + keys, queries + 2 * keys)),
+                "k": Projection(module, fused, slice(queries, queries + keys)),
+                "v": Projection(module, fused, slice(queries + keys, queries + 2 * keys)),
             }
         elif "k_proj" in children and "v_proj" in children:
-            modules = {side: children[f"{side}_proj"] for side in _SIDES}
-            found = {side: Projection(module, slice(0, _width(module))) for side, module in modules.items()}
+            widths = {f"{side}_proj": _width(children[f"{side}_proj"]) for side in _SIDES}
+            found = {name[0]: Projection(module, name, slice(0, width)) for name, width in widths.items()}
         else:
             continue
         records.append(AttentionRecord(index, module, found, path))
