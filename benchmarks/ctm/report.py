@@ -155,12 +155,11 @@ def _accuracies(merges: Merges, rows: list[dict], plots: Path) -> list[str]:
         _own_table(own, [row for row in rows if row["part"] == "adapters" and row["case"] == "none"], tasks),
     ]
     for (case, rank), group in merges.items():
-        seeds = max(len(found) for found in group.values())
         parts += [
             f"\n#### Rank {rank}, {case} start\n",
-            f"{_CASES[case]} {seeds} seed{'s' if seeds > 1 else ''}. *Against core*: the difference of the mean to "
-            "merge-then-compress in the core space by the same rule, paired by seed. *Kept*: share of an adapter's "
-            "squared norm that lies in the column and row space of the result, least of the four means over layers.\n",
+            f"{_CASES[case]} *Against core*: the difference of the mean to merge-then-compress in the core space by "
+            "the same rule, paired by seed. *Kept*: share of an adapter's squared norm that lies in the column and "
+            "row space of the result, least of the four means over layers.\n",
             _merge_table(group, tasks),
         ]
     if plot := _plot_accuracy(merges, plots / "accuracy.png"):
@@ -198,9 +197,10 @@ def _merge_table(group: dict[str, list[dict]], tasks: list[str]) -> str:
                 *(f"{100 * mean(row['normalised'][task] for row in rows):.0f}" for task in tasks),
                 f"{mean(map(_least_kept, rows)):.2f}",
                 ", ".join(f"{row['scale']:g}" for row in rows),
+                len(rows),
             ]
         )
-    return markdown_table(["merge", "mean", "worst", "against core", *tasks, "kept", "factors chosen"], cells)
+    return markdown_table(["merge", "mean", "worst", "against core", *tasks, "kept", "factors chosen", "seeds"], cells)
 
 
 def _energies(found: Found, plots: Path) -> list[str]:

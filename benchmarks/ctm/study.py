@@ -131,8 +131,9 @@ def tune(
 ) -> tuple[float, float, list[tuple[float, float, float]]]:
     """The scale and density with the best score, of one small grid that is the same for every method.
 
-    All scales at density 0.5, then the other densities, where they matter, at the best scale. Of equal scores the one
-    with the scale closer to 1 is taken.
+    All scales at density 0.5, and beyond an end of the grid for as long as that is better (peft's `linear`, whose
+    factors grow with the number of adapters, needs less than the least); then the other densities, where they matter,
+    at the best scale. Of equal scores the one with the scale closer to 1 is taken.
 
     Args:
         score: Scores at a density and several scales.
@@ -146,6 +147,10 @@ def tune(
         return entry[2], -abs(math.log(entry[0]))
 
     tried = [(scale, 0.5, value) for scale, value in zip(SCALES, score(0.5, SCALES), strict=True)]
+    for end, step in ((SCALES[0], 0.5), (SCALES[-1], 1.5)):
+        while max(tried, key=rank)[0] == end:
+            end *= step
+            tried.append((end, 0.5, score(0.5, [end])[0]))
     if thins:
         scale = max(tried, key=rank)[0]
         tried += [(scale, density, score(density, [scale])[0]) for density in DENSITIES if density != 0.5]

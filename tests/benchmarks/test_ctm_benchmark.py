@@ -251,6 +251,12 @@ def test_the_grid_is_searched_by_scale_and_then_by_density():
     assert study.tune(lambda _, scales: [0.0] * len(scales), thins=False)[:2] == (1.0, 0.5)
 
 
+@pytest.mark.parametrize(("best", "found"), [(0.1, 0.125), (0.06, 0.0625), (4.0, 4.5)])
+def test_a_grid_whose_end_is_best_is_gone_beyond(best, found):
+    scale, _, tried = study.tune(lambda _, scales: [-abs(scale - best) for scale in scales], thins=False)
+    assert scale == found and len(tried) > len(study.SCALES)
+
+
 def test_accuracies_are_shares_of_the_adapters_own():
     assert study.normalised({"x": 0.4, "y": 0.9}, {"x": 0.8, "y": 0.9}) == {"x": 0.5, "y": 1.0}
     with pytest.raises(ValueError, match="the adapters of y get nothing right"):
@@ -288,7 +294,7 @@ def test_rows_are_complete_and_a_second_run_measures_only_what_is_missing(tiny, 
     own = next(row for row in first if row["name"] == "own")
     merged = next(row for row in first if row["part"] == "adapters" and row["name"] == "CtM ties")
     assert set(own["test"]) == set(merged["test"]) == {"x", "y"} and len(own["training"]) == 2
-    assert merged["scale"] in study.SCALES and merged["density"] in study.DENSITIES
+    assert merged["scale"] in study.SCALES and merged["density"] in study.DENSITIES and len(merged["tried"]) == 8
     peft = next(row for row in first if row["part"] == "layer" and row["name"] == "peft svd")
     assert peft["seconds"] > 0 and peft["runs"] == 5 and peft["peak_bytes"] >= 0
     folders = sorted((tmp_path / "cache" / "ctm-adapters").iterdir())
