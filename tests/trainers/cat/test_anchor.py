@@ -59,7 +59,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(("policy", "changes"), POLICIES.values(), ids=POLICIES)
+QUICK = ("a path", "an instance with weights of its own", "new LoRA", "a trained adapter, no KL")
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [pytest.param(*p, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, p in POLICIES.items()],
+)
 def test_after_three_steps_the_anchor_is_the_policy_of_step_0_and_the_policy_is_not(
     policy, changes, policy_dir, kit, make_trainer
 ):

@@ -61,7 +61,9 @@ def one_at_a_time(model, tokenizer, item, forms) -> float:
     return (torch.logsumexp(torch.stack(scores[:half]), 0) - torch.logsumexp(torch.stack(scores[half:]), 0)).item()
 
 
-@pytest.mark.parametrize("words", [False, True], ids=["continuations", "single tokens"])
+@pytest.mark.parametrize(
+    "words", [pytest.param(False, marks=pytest.mark.slow), True], ids=["continuations", "single tokens"]
+)
 def test_odds_are_those_of_one_text_at_a_time_whatever_is_shared(words, model, tokenizer, word_tokenizer):
     tokenizer = word_tokenizer if words else tokenizer
     with torch.no_grad():

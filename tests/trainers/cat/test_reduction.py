@@ -43,7 +43,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(c, id=name, marks=[] if name == "dapo" else [pytest.mark.slow]) for name, c in SETTINGS.items()],
+)
 def test_with_gold_references_three_steps_are_those_of_grpo_with_an_exact_match_reward(
     changes, policy_dir, kit, tmp_path, make_trainer
 ):
