@@ -159,7 +159,7 @@ def _sums(rows: Rows, plots: Path) -> list[str]:
                     _spread(_accuracies(rows, noise, method)),
                     f"{of('first', 'reward')} to {of('last', 'reward')}",
                     f"{of('first', 'reference_accuracy')} to {of('last', 'reference_accuracy')}".removeprefix(" to "),
-                    of("first", "differs_from_vote"),
+                    f"{of('first', 'differs_from_vote')} to {of('last', 'differs_from_vote')}".removeprefix(" to "),
                 ]
             )
         columns = ["training", "accuracy", "reward", "reference right", "is not the vote's"]
@@ -169,12 +169,36 @@ def _sums(rows: Rows, plots: Path) -> list[str]:
         parts.append(
             f"\n{budget['steps']} steps of {budget['prompts']} sums and 8 rollouts each, learning rate "
             f"{budget['learning_rate']:g}, beta 0.04; no sum twice. Reward and reference: means over the first and "
-            "the last ten steps. An answer that is not the vote's: in the first ten.\n"
+            "the last ten steps.\n"
         )
+        parts += _drift(rows)
         _plot_curves(rows, plots / "accuracy.png")
         parts.append("\n![Accuracy while training](cat/plots/accuracy.png)\n")
     parts += _compute(rows, plots)
     return parts
+
+
+def _drift(rows: Rows) -> list[str]:
+    """What a longer training does to the references, if it does."""
+    found = _seeds(rows, "systematic", _LONGER)
+    means = {
+        (end, name): mean(row[end][name] for row in found)
+        for end in ("first", "last")
+        for name in ("reward", "reference_accuracy", "differs_from_vote")
+        if found and all(name in row[end] for row in found)
+    }
+    if not means or means["last", "reference_accuracy"] >= means["first", "reference_accuracy"]:
+        return []
+
+    def change(name: str) -> str:
+        return f"{means['first', name]:.2f} to {means['last', name]:.2f}"
+
+    return [
+        f"Trained for {found[0]['budget']['steps']} steps, the policy drags its references along: the reward goes "
+        f"from {change('reward')}, while fewer references are right ({change('reference_accuracy')}) and fewer are "
+        f"not the vote's ({change('differs_from_vote')}). Rollouts that agree on an error leave the anchor nothing to "
+        "compare. Without labels only the last of these can be seen: `cat/disagree_majority`.\n"
+    ]
 
 
 def _compute(rows: Rows, plots: Path) -> list[str]:
