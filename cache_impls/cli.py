@@ -8,7 +8,7 @@ import typer
 
 from hf_ext.cli.lazy import lazy_app
 
-__all__ = ["app", "inspect"]
+__all__ = ["agents", "app", "inspect"]
 
 
 def inspect(
@@ -86,8 +86,106 @@ def _runs(layers: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     return [(f"{run[0]['layer']}-{run[-1]['layer']}" if run[1:] else str(run[0]["layer"]), run[0]) for run in runs]
 
 
+def agents(
+    model: Annotated[str, typer.Option(help="The base model: folder or Hub name.")],
+    adapters: Annotated[
+        list[str], typer.Option(metavar="NAME=FOLDER", help="An agent's adapter; more may follow, or be repeated.")
+    ],
+    trace: Annotated[Path, typer.Option(help="Recorded trajectory, as examples/data/trace.json.")],
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=FOLDER]...", help="Further adapters, after --adapters.")
+    ] = None,
+    targets: Annotated[str, typer.Option(help="Cached projections kept apart, by commas.")] = "k_proj,v_proj",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Play a recorded trajectory of agents over the four modes of the LRAgent cache: memory, time, divergence.
+
+    Examples:
+
+    - `hf-ext cache agents --model M --adapters plan=A act=B --trace examples/data/trace.json`
+
+    - `hf-ext cache agents --model M --adapters plan=A --adapters act=B --trace trace.json --json`
+    """
+    named: dict[str, str] = {}
+    for given in [*adapters, *(more or [])]:
+        name, _, folder = given.partition("=")
+        if not name or not folder:
+            raise ValueError(f"--adapters takes NAME=FOLDER, got {given!r}")
+        if name in named:
+            raise ValueError(f"--adapters names {name!r} twice: {named[name]} and {folder}")
+        named[name] = folder
+    if len(named) < 2:
+        raise ValueError(f"--adapters names {len(named)} agent, and sharing takes two or more")
+    if not trace.is_file():
+        raise FileNotFoundError(f"--trace {trace} is no file; examples/data/trace.json shows what one holds")
+    from hf_ext.cache_impls.lragent.trace import COMPARED, play, read_trace, token_turns
+
+    turns = read_trace(trace)  # before anything is loaded
+    if missing := sorted({turn.agent for turn in turns} - set(named)):
+        raise ValueError(
+            f"{trace} has agents without an adapter: {', '.join(missing)}; --adapters names {', '.join(named)}"
+        )
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_ext.cache_impls.lragent import LRAgentConfig, enable_lragent
+
+    base = AutoModelForCausalLM.from_pretrained(model).eval()
+    (first, folder), *others = named.items()
+    tuned = PeftModel.from_pretrained(base, folder, adapter_name=first)
+    for name, folder in others:
+        tuned.load_adapter(folder, adapter_name=name)
+    tuned.eval()
+    enable_lragent(tuned, LRAgentConfig(targets=tuple(targets.split(","))))
+    ids = token_turns(AutoTokenizer.from_pretrained(model), turns)
+    rows, exact = [], None
+    for mode in COMPARED:
+        try:
+            row, kept = play(tuned, ids, mode, exact)
+        except ValueError as error:
+            if mode != "base_lr_shared" or "needs adapters of one A" not in str(error):
+                raise
+            row = {"mode": mode, "error": str(error)}
+        exact = kept if exact is None else exact
+        rows.append(row)
+    if as_json:
+        print(json.dumps({"tokens": ids[-1][1].shape[1], "turns": len(ids), "modes": rows}, indent=2))
+    else:
+        _show_modes(rows, ids)
+
+
+def _show_modes(rows: list[dict[str, Any]], turns: list[tuple[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    names = list(dict.fromkeys(agent for agent, _ in turns))
+    console.print(
+        f"{len(turns)} turns of {', '.join(names)}; {turns[-1][1].shape[1]:,} tokens", soft_wrap=True, markup=False
+    )
+    table = Table()
+    table.add_column("mode", no_wrap=True)
+    for column in ("MiB", "tokens read", "s to a token", "new agent, s", "KL to none"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["mode"], "-", "-", "-", "-", "-")
+            continue
+        first = "-" if row["new_agent_ttft"] is None else f"{row['new_agent_ttft']:.2f}"
+        kl = "0" if row["kl"] is None else f"{row['kl']:.4f}"
+        cells = (f"{row['bytes'] / 2**20:.1f}", f"{row['read']:,}", f"{row['ttft']:.2f}", first, kl)
+        table.add_row(row["mode"], *cells)
+    console.print(table)
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['mode']}: {row['error']}", soft_wrap=True, markup=False)
+
+
 app = lazy_app(
-    {"inspect": ("hf_ext.cache_impls.cli:inspect", "What a saved cache holds.")},
-    help="Look at saved key/value caches.",
+    {
+        "agents": ("hf_ext.cache_impls.cli:agents", "LoRA agents over a recorded trajectory: what sharing costs."),
+        "inspect": ("hf_ext.cache_impls.cli:inspect", "What a saved cache holds."),
+    },
+    help="Look at saved key/value caches, and at caches that agents share.",
     epilog="Example: `hf-ext cache inspect long-context-cache`",
 )

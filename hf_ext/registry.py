@@ -81,6 +81,7 @@ METHODS: tuple[Method, ...] = (
         wing="kernels",
         title="Attention whose values are a base part plus a low-rank part that is never expanded",
         summary="Triton kernel of the lragent cache",
+        status="available",
         venue="",
     ),
     Method(
@@ -96,6 +97,7 @@ METHODS: tuple[Method, ...] = (
         wing="cache_impls",
         title="LRAgent: Efficient KV Cache Sharing for Multi-LoRA LLM Agents",
         summary="One shared base cache and low-rank caches for agents that are LoRA adapters of one model",
+        status="available",
     ),
     Method(
         name="sivs",
