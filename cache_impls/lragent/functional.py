@@ -49,7 +49,7 @@ def expand(u: torch.Tensor, b: torch.Tensor, scale: float, heads: int) -> torch.
     Returns:
         [B, heads, T, D] in the dtype of u.
     """
-    full = u @ (scale * b.to(torch.float32)).to(u.dtype).T
+    full = u @ (scale * b.to(torch.promote_types(torch.float32, u.dtype))).to(u.dtype).T
     return full.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
