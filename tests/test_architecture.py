@@ -27,7 +27,7 @@ MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REQUIRED_FILES = {
     "quantizers": ("__init__.py", "README.md", "configuration.py", "linear.py", "numerics.py", "quantizer.py"),
     "kernels": ("README.md", "build.toml", "build/torch-universal/__init__.py", "build/torch-universal/metadata.json"),
-    "cache_impls": ("__init__.py", "README.md", "cache.py", "configuration.py", "files.py", "layer.py", "reference.py"),
+    "cache_impls": ("__init__.py", "README.md", "cache.py", "configuration.py", "files.py", "layer.py"),
     "model_patches": ("__init__.py", "README.md", "patching.py"),
     "trainers": ("__init__.py", "README.md", "__main__.py"),
     "adapters": ("__init__.py", "README.md", "config.py", "core.py", "folders.py", "merging.py", "report.py"),
