@@ -24,7 +24,7 @@ from hf_ext.benchmarks.lragent.adapters import token_ids, train
 ROLES = {"planner": "stdlib", "actor": "news", "critic": "wikipedia"}
 TASK = (
     "Task: the library's reading room closes at six, and on Fridays at four. Write the notice for the door. Books "
-    "from the stacks must be handed in fifteen minutes before closing, and the copying machines are switched off then. "
+    "from the stacks must be handed in fifteen minutes before closing; the copying machines are switched off then. "
     "On public holidays the house is closed; the next one is the first of May. Questions go to the desk on the ground "
     "floor, telephone 214. The notice is read standing, from two metres away, by people in a hurry. "
 )
