@@ -44,12 +44,15 @@ def _row(seconds: list[float], ratios: list[float]) -> dict[str, Any]:
     }
 
 
-def training_ratio(make: Callable[[], torch.nn.Module], length: int, settings: dict[str, Any], rounds: int) -> dict:
-    """A training step (forward and backward, one sequence) with links over the base's.
+def training_ratio(
+    make: Callable[[], torch.nn.Module], rows: int, length: int, settings: dict[str, Any], rounds: int
+) -> dict[str, Any]:
+    """A training step (forward and backward) with links over the base's.
 
     Args:
         make: Gives the base; called twice.
-        length: Tokens.
+        rows: Sequences of a step.
+        length: Tokens of each.
         settings: Of `TurboConnConfig`.
         rounds: Pairs of steps.
 
@@ -57,7 +60,7 @@ def training_ratio(make: Callable[[], torch.nn.Module], length: int, settings: d
         `ratio` (the median of pairs), `ratio_quartiles`, `base_seconds`, `rounds`.
     """
     base, other = make().train(), patch(make(), TurboConnConfig(**settings)).train()
-    ids = torch.randint(base.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(base.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
 
     def step(model: torch.nn.Module) -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -67,7 +70,7 @@ def training_ratio(make: Callable[[], torch.nn.Module], length: int, settings: d
 
 
 @torch.inference_mode()
-def token_ratio(model: torch.nn.Module, context: int, settings: dict[str, Any], rounds: int) -> dict:
+def token_ratio(model: torch.nn.Module, context: int, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
     """A decoded token with links over one without, both after `context` tokens; one model, its links on and off.
 
     Returns:

@@ -186,8 +186,9 @@ def _cost(latest: list[dict], runs: list[dict]) -> list[str]:
         head = ["what", "on", "links", "over the base", "quartiles", "the base takes", "tokens"]
         parts = [
             "\n### Cost\n",
-            "Base and links in turns in one process, the median of the ratios of pairs; float32, one sequence. "
-            "*Tokens*: of the training sequence, or before the generated token. In training the links are *dense*.\n",
+            "Base and links in turns in one process, the median of the ratios of pairs; float32; "
+            "tokens are generated for one sequence. *Tokens*: of a training sequence, or before the generated token. "
+            "In training the links are *dense*.\n",
             markdown_table(head, cells),
         ]
     seconds = defaultdict(list)

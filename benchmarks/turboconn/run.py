@@ -33,7 +33,7 @@ RATES = (1e-3, 2e-3)
 PASSES = [1, 2, 3, 4, 6, 8, 12, 16]
 LINK_SIZES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 CONTEXT, TOKEN_ROUNDS = 64, 20
-TRAINING_LENGTH, TRAINING_ROUNDS = 64, 8
+TRAINING_LENGTH, TRAINING_ROUNDS, TRAINING_ROWS = 64, 5, (1, 8)
 # Of the `training` rows: a base whose links and attention take their share of a step.
 TRAINED = training.BASE | {"layers": 8, "hidden": 256}
 TRAINING_SETTINGS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def main(
     tasks: Annotated[str, typer.Option(help="Tasks, separated by semicolons.")] = ";".join(TASKS),
     models: Annotated[str, typer.Option(help="Models, separated by semicolons.")] = ";".join(training.MODELS),
     rates: Annotated[str, typer.Option(help="Learning rates.")] = ",".join(f"{rate:g}" for rate in RATES),
-    seeds: Annotated[int, typer.Option(help="Seeds of the data.")] = 3,
+    seeds: Annotated[str, typer.Option(help="Seeds of the data.")] = "0,1,2",
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
     out: Annotated[
         Path | None,
@@ -64,17 +64,18 @@ def main(
 ) -> None:
     """Base, sparse and dense links on tasks that need a state; about an hour on one core.
 
-    Example: `hf-ext bench turboconn --kinds accuracy --tasks "parity;S3" --seeds 1`
+    Example: `hf-ext bench turboconn --kinds accuracy --tasks "parity;S3" --seeds 0`
     """
     parts = _chosen("--kinds", kinds.split(","), KINDS)
     task_names = _chosen("--tasks", tasks.split(";"), TASKS)
     model_names = _chosen("--models", models.split(";"), training.MODELS)
     try:
         learning_rates = [float(rate) for rate in rates.split(",")]
+        seed_numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:
-        raise ValueError(f"--rates {rates!r} must be numbers separated by commas, such as 7e-4,2e-3") from None
-    if seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {seeds}")
+        raise ValueError(
+            f"--rates {rates!r} must be numbers separated by commas, such as 1e-3,2e-3; --seeds {seeds!r} whole ones"
+        ) from None
     torch.set_num_threads(threads)
     console = Console()
     log = RunLog(out or results_folder() / "turboconn" / "data" / "results.jsonl", key=KEY)
@@ -87,11 +88,12 @@ def main(
         console.print(f"{kind}: {name}, {model}" + (f", {lr:g}, seed {seed}" if lr else ""), soft_wrap=True)
         return key
 
-    for name, setting in TRAINING_SETTINGS.items():
-        if key := missing("training", f"{TRAINED['layers']} layers, d {TRAINED['hidden']}", name):
-            base = training.base_model(TRAINED)
-            found = cost.training_ratio(lambda base=base: _copy(base), TRAINING_LENGTH, setting, TRAINING_ROUNDS)
-            log.append({**key, "tokens": TRAINING_LENGTH, **found, **facts})
+    for rows in TRAINING_ROWS:
+        for name, setting in TRAINING_SETTINGS.items():
+            where = f"{TRAINED['layers']} layers, d {TRAINED['hidden']}, {rows} sequence{'s' * (rows > 1)}"
+            if key := missing("training", where, name):
+                found = cost.training_ratio(_trained, rows, TRAINING_LENGTH, setting, TRAINING_ROUNDS)
+                log.append({**key, "tokens": TRAINING_LENGTH, **found, **facts})
     for name, setting in TOKEN_SETTINGS.items():
         if key := missing("tokens", "SmolLM2-135M", name):
             model = training.load(lm.fetch_smollm2(say=console.print))
@@ -103,7 +105,7 @@ def main(
             log.append({**key, **jacobi.errors(model, ids, PASSES), **facts})
     # All models of a task, seed and rate after one another: a run that is stopped leaves what can be compared.
     for name in task_names:
-        for seed in range(seeds):
+        for seed in seed_numbers:
             for lr in learning_rates:
                 for model in model_names:
                     if key := missing("accuracy", name, model, lr, seed):
@@ -120,10 +122,10 @@ def _chosen(option: str, names: list[str], known: Any) -> list[str]:
     return names
 
 
-def _copy(base: torch.nn.Module) -> torch.nn.Module:
-    copy = training.base_model(TRAINED)
-    copy.load_state_dict(base.state_dict())
-    return copy
+def _trained() -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return training.base_model(TRAINED)
 
 
 def _accuracy(name: str, model_name: str, lr: float, seed: int, console: Console) -> dict[str, Any]:

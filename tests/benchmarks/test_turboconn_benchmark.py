@@ -135,7 +135,7 @@ def test_timing_tokens_leaves_the_base(tiny_llama_dir):
 
 @pytest.mark.slow
 def test_rows_are_complete_and_a_second_run_measures_only_what_is_missing(tiny):
-    arguments = {"tasks": "parity", "models": "base;dense", "rates": "1e-3", "seeds": 1, "threads": 1, "out": tiny}
+    arguments = {"tasks": "parity", "models": "base;dense", "rates": "1e-3", "seeds": "0", "threads": 1, "out": tiny}
     run.main(kinds="accuracy,training,tokens,jacobi", **arguments)
     rows = read_rows(tiny)
     assert {row["kind"] for row in rows} == set(run.KINDS)
@@ -154,7 +154,7 @@ def test_rows_are_complete_and_a_second_run_measures_only_what_is_missing(tiny):
 
 
 def test_unknown_names_are_errors_that_list_the_known(tmp_path):
-    arguments = {"seeds": 1, "threads": 1, "rates": "1e-3", "out": tmp_path / "rows.jsonl"}
+    arguments = {"seeds": "0", "threads": 1, "rates": "1e-3", "out": tmp_path / "rows.jsonl"}
     with pytest.raises(ValueError, match="--tasks 'nope': known are parity; parity, asked once; arithmetic"):
         run.main(kinds="accuracy", tasks="nope", models="base", **arguments)
     with pytest.raises(ValueError, match="--models 'nope': known are base; base, attention kept; sparse; dense"):
