@@ -248,7 +248,7 @@ class Enabled:
                         "train it without, or leave its part in the shared states by "
                         f"LRAgentConfig(targets={tuple(t for t in self.config.targets if t[0] != side)!r})"
                     )
-                b = module.lora_B[adapter].weight
+                b = module.lora_B[adapter].weight.detach()
                 found[record.index, side] = Matrices(b[projection.rows], module.scaling[adapter])
         return found
 
