@@ -1,4 +1,4 @@
-"""The attention function: the kernel's arguments are those that PyTorch reads, and what it cannot take is said once."""
+"""The attention function: the kernel gets what PyTorch reads, and what it cannot take is said once."""
 
 import logging
 
@@ -109,7 +109,8 @@ for uses in (False, True):
         attention._uses_kernel = was
     cache = LRAgentCache(model)
     with cache.agent("plan"):
-        texts.append(model.generate(input_ids=ids, attention_mask=mask, cache=cache, max_new_tokens=4, do_sample=False))
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        texts.append(model.generate(**inputs, cache=cache, max_new_tokens=4, do_sample=False))
 print(torch.equal(*texts), load_kernel("flash_lora_attention", "bundled").__name__)
 """
     found = fresh_python(code, env={"TRITON_INTERPRET": "1", "HF_EXT_KERNELS": "bundled"})
