@@ -18,7 +18,7 @@ def tiny(monkeypatch, tiny_llama_dir, tmp_path):
     monkeypatch.setattr(adapters, "STEPS", 4)
     for name, value in {"PREFIX": 40, "SCORED": 10, "HELD": 60, "NEW": 5, "REPEATS": 2}.items():
         monkeypatch.setattr(run, name, value)
-    monkeypatch.setattr(run, "MEMORY", [(2, 4, 6, 2)])
+    monkeypatch.setattr(run, "MEMORY", [(2, 4, 64, 2)])
     return tmp_path
 
 
