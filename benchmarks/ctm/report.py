@@ -90,7 +90,7 @@ def _goals(merges: Merges, found: Found) -> str:
         cells.append([goal, what, f"**{measured}**" if reached else measured, "yes" if reached else "no"])
 
     for (case, rank), group in merges.items():
-        for rule in ("ties", "dare_ties"):
+        for rule in ("ties", "dare_ties", "linear", "tsv"):
             ours, peer = group.get(f"CtM {rule}", []), group.get(f"core {rule}", [])
             where = f"CtM {rule}, {case} start, rank {rank}"
             if least := difference(ours, peer, worst):
@@ -159,7 +159,8 @@ def _accuracies(merges: Merges, rows: list[dict], plots: Path) -> list[str]:
             f"\n#### Rank {rank}, {case} start\n",
             f"{_CASES[case]} *Against core*: the difference of the mean to merge-then-compress in the core space by "
             "the same rule, paired by seed. *Kept*: share of an adapter's squared norm that lies in the column and "
-            "row space of the result, least of the four means over layers.\n",
+            "row space of the result, least of the four means over layers. A row with fewer seeds than others is not "
+            "to be compared with them.\n",
             _merge_table(group, tasks),
         ]
     if plot := _plot_accuracy(merges, plots / "accuracy.png"):
@@ -216,7 +217,7 @@ def _energies(found: Found, plots: Path) -> list[str]:
             cells.append(
                 [
                     _energy_case(case),
-                    _MTC.get(name, name),
+                    _NAMES.get(name, name),
                     rank,
                     f"{mean_kept.value:.3f}",
                     f"{least.value:.3f}" + ("" if least.se is None else f" ± {least.se:.3f}"),
@@ -237,7 +238,13 @@ def _energies(found: Found, plots: Path) -> list[str]:
     ]
 
 
-_MTC = {"core linear": "merge-then-compress, sum", "core ties": "merge-then-compress, ties"}
+_NAMES = {
+    "core linear": "merge-then-compress, sum",
+    "core ties": "merge-then-compress, ties",
+    "CtM linear, beta 0": "CtM, beta 0",
+    "CtM linear": "CtM, beta 0.25",
+    "CtM linear, beta 1": "CtM, beta 1",
+}
 
 
 def _layers(found: Found) -> list[str]:
@@ -317,7 +324,9 @@ def _plot_accuracy(merges: Merges, path: Path) -> str:
                     markersize=6,
                     linewidth=1,
                 )
-        ax.set_yticks(range(len(names)), names, fontsize=9)
+        most = max(len(rows) for rows in group.values())
+        short = {name: f" ({len(group[name])} of {most} seeds)" for name in names if len(group[name]) < most}
+        ax.set_yticks(range(len(names)), [name + short.get(name, "") for name in names], fontsize=9)
         ax.set_ylim(-0.7, len(names) - 0.3)
         ax.grid(True, axis="x", alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
@@ -340,7 +349,7 @@ def _plot_energy(groups: Found, path: Path) -> None:
         for place, (name, rows) in enumerate(group.items()):
             values = [mean(row["kept"][label]["mean"] for row in rows) for label in labels]
             at = [x + (place - (len(group) - 1) / 2) * width for x in range(len(labels))]
-            ax.bar(at, values, width, color=_BARS.get(name, "#888888"), label=_MTC.get(name, name))
+            ax.bar(at, values, width, color=_BARS.get(name, "#888888"), label=_NAMES.get(name, name))
         if case in _CASES:
             ax.set_xticks(range(len(labels)), labels)
         else:
