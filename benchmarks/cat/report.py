@@ -250,7 +250,7 @@ def _axes(title: str, x: str):
 
 
 def _plot_curves(rows: Rows, file: Path) -> None:
-    figure, axes = _axes("Training without labels, systematic errors", "step")
+    figure, axes = _axes("Training by each kind of reference, systematic errors", "step")
     base = rows.get(("inference", "systematic", "one sample", 0))
     for method, colour in _TRAINED.items():
         found = _seeds(rows, "systematic", method)
