@@ -15,9 +15,12 @@ _COLOURS = {
     "base": "#8a8a8a",
     "base, 4 x the steps": "#444444",
     "sparse": "#b2541a",
+    "dense, attention trained": "#7fb4d1",
     "dense": "#1f6f9e",
     "cascade": "#5b8c3a",
 }
+# Curves that lie on one another: the one drawn first is wider.
+_WIDTHS = {"sparse": 3.6}
 _LENGTHS = (8, 16, 32, 64, 128)
 _SOLVED = 0.99
 
@@ -55,14 +58,14 @@ def at_length(row: dict[str, Any], length: int) -> float:
 
 
 def best_rate(runs: list[dict[str, Any]]) -> float:
-    """Of one model's runs on a task the learning rate with the best accuracy within the trained length.
+    """Of one model's runs on a task the learning rate with the lowest training loss in the end.
 
-    What lies beyond is what is tested, so it has no say.
+    Nothing that is tested has a say.
     """
     found = defaultdict(list)
     for row in runs:
-        found[row["lr"]].append(mean(row["accuracy"][: row["length"]]))
-    return max(found, key=lambda lr: mean(found[lr]))
+        found[row["lr"]].append(row["losses"][-1])
+    return min(found, key=lambda lr: mean(found[lr]))
 
 
 def _best_runs(runs: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -88,21 +91,28 @@ def _accuracy(runs: list[dict[str, Any]], plots: Path) -> list[str]:
     cells = []
     for (task, model), group in best.items():
         cells.append(
-            [task, model, f"{group[0]['lr']:g}", *(_spread([at_length(r, n) for r in group]) for n in lengths)]
+            [
+                task,
+                model,
+                f"{group[0]['lr']:g}",
+                len(group),
+                *(_spread([at_length(r, n) for r in group]) for n in lengths),
+            ]
         )
     return [
         f"A Llama of {BASE['layers']} layers, d {BASE['hidden']}, pretrained for {BASE['steps']} steps on a made-up "
         f"language and repeated phrases ({BASE['length']} tokens, no state needed). Fine-tuned on sequences of "
-        f"{first['length']} tokens, {first['rows']} a step (the seed is of this data), all weights, as it is (*base*) "
-        "or with links of whole matrices (*sparse*: the last layer to the first; *dense*: each upper layer to the one "
-        "half the depth below; *cascade*: the uppermost to the lowest, the next to the next). Every model of a task "
-        "saw the same data for the same steps at the same learning rates; *base, 4 x the steps* took about the time "
-        f"that links take. Tested on {len(first['accuracy'])} tokens; accuracy at a length is that of the answers to "
-        "its last four tokens.\n",
+        f"{first['length']} tokens, {first['rows']} a step (the seed is of this data), with links of whole matrices "
+        "(*sparse*: the last layer to the first; *dense*: each upper layer to the one half the depth below) or as it "
+        "is. Attention's matrices are kept as pretrained but in *base*, *base, 4 x the steps* (about the time that "
+        "links take) and *dense, attention trained*, where all weights are trained. Every model of a task saw the "
+        f"same data at the same learning rates, for {first['steps']} steps but for the one named. Tested on "
+        f"{len(first['accuracy'])} tokens; accuracy at a length is that of the answers to its last four tokens.\n",
         *(f"- *{task}* (chance {TASKS[task].chance:.0%}): {TASKS[task].about}." for task in tasks),
         "\n### Accuracy against length\n",
-        "Mean over the seeds (lowest to highest), at the learning rate that was best **within** the trained length.\n",
-        markdown_table(["task", "model", "lr", *(f"{n}" for n in lengths)], cells),
+        "Mean over the seeds (lowest to highest, where they differ), at the learning rate whose **training** loss was "
+        "lowest in the end.\n",
+        markdown_table(["task", "model", "lr", "seeds", *(f"{n}" for n in lengths)], cells),
         "\n![Accuracy against length](turboconn/plots/accuracy.png)\n",
     ]
 
@@ -156,7 +166,7 @@ def _jacobi(latest: list[dict], runs: list[dict], plots: Path) -> list[str]:
     for model, group in trained.items():
         passes = passes or group[0]["jacobi"]["passes"]
         columns = zip(*(row["jacobi"]["relative"] for row in group))
-        curves[f"trained, {model} ({len(group)} runs)"] = [median(column) for column in columns]
+        curves[f"trained, {model} ({len(group)} run{'s' * (len(group) > 1)})"] = [median(column) for column in columns]
     if not curves:
         return []
     _plot_jacobi(curves, passes, plots / "jacobi.png")
@@ -220,9 +230,9 @@ def _axes(columns: int, rows: int, width: float, height: float, **options: Any) 
 def _plot_accuracy(best: dict, tasks: list[str], path: Path) -> None:
     from matplotlib import pyplot
 
-    columns = min(3, len(tasks))
+    columns = 2 if len(tasks) in (2, 4) else min(3, len(tasks))
     lines = -(-len(tasks) // columns)
-    figure, axes = _axes(columns, lines, 3.6 * columns + 0.4, 2.6 * lines + 0.7, sharex=True, sharey=True)
+    figure, axes = _axes(columns, lines, 3.6 * columns + 0.4, 2.6 * lines + 0.7, sharey=True)
     for one in axes.flat[len(tasks) :]:
         one.set_visible(False)
     handles: dict[str, Any] = {}
@@ -234,7 +244,9 @@ def _plot_accuracy(best: dict, tasks: list[str], path: Path) -> None:
             curves = [_smooth(row["accuracy"]) for row in group]
             places = range(1, len(curves[0]) + 1)
             style = "--" if model == "base, 4 x the steps" else "-"
-            (handles[model],) = one.plot(places, [mean(v) for v in zip(*curves)], style, color=colour, linewidth=1.8)
+            (handles[model],) = one.plot(
+                places, [mean(v) for v in zip(*curves)], style, color=colour, linewidth=_WIDTHS.get(model, 1.8)
+            )
             low, high = [min(v) for v in zip(*curves)], [max(v) for v in zip(*curves)]
             one.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0)
         row = next(group[0] for (name, _), group in best.items() if name == task)
@@ -248,7 +260,7 @@ def _plot_accuracy(best: dict, tasks: list[str], path: Path) -> None:
         one.set_ylim(0, 1.03)
     for one in axes[:, 0]:
         one.set_ylabel("accuracy")
-    for one in axes[-1]:
+    for one in axes.flat:
         one.set_xlabel("tokens read (grey: trained lengths)")
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=150)
@@ -271,7 +283,11 @@ def _plot_jacobi(curves: dict[str, list[float]], passes: list[int], path: Path) 
     )
     for name, curve in curves.items():
         colour = shades[name] if name in shades else _COLOURS[name.split(", ")[1].split(" (")[0]]
-        style = {"marker": "o", "markersize": 3, "linewidth": 2.2 if name not in shades else 1.2}
+        style = {
+            "marker": "o",
+            "markersize": 3,
+            "linewidth": 1.2 if name in shades else 3.6 if "sparse" in name else 1.8,
+        }
         one.plot(passes, [max(value, 1e-8) for value in curve], color=colour, label=name, **style)
     one.set_yscale("log")
     one.set_xticks(passes)

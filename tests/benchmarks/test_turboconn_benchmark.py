@@ -173,8 +173,8 @@ def made_up(model, lr, seed, inside, beyond, **more):
     return row | more
 
 
-def test_the_learning_rate_is_chosen_within_the_trained_length():
-    runs = [made_up("base", 1e-3, 0, 0.9, 0.4), made_up("base", 2e-3, 0, 0.8, 0.99)]
+def test_the_learning_rate_is_chosen_by_the_training_loss():
+    runs = [made_up("base", 1e-3, 0, 0.9, 0.4), made_up("base", 2e-3, 0, 0.99, 0.99, losses=[0.7, 0.2])]
     assert report.best_rate(runs) == 1e-3
     assert report.at_length(runs[0], 16) == pytest.approx(0.9) and report.at_length(runs[0], 18) == pytest.approx(0.65)
 
@@ -183,14 +183,14 @@ def test_the_report_has_the_figures_of_the_rows_and_its_plots(tmp_path):
     errors = {"passes": [1, 16], "largest": [1.0, 1e-6], "relative": [0.5, 1e-7], "changed": [0.1, 0.0]}
     rows = [made_up("base", 7e-4, seed, 0.8, 0.5 + seed / 100) for seed in range(3)]
     rows += [made_up("dense", 7e-4, seed, 1.0, 0.98, jacobi=errors, cpu_seconds=12.0) for seed in range(3)]
-    rows += [made_up("dense", 2e-3, 0, 0.5, 0.5, jacobi=errors)]
+    rows += [made_up("dense", 2e-3, 0, 0.5, 0.5, jacobi=errors, losses=[0.7, 0.6])]
     facts = {"threads": 1, "versions": {"torch": "0", "transformers": "1"}, "lr": None, "seed": 0}
     rows.append({"kind": "jacobi", "task": "random links", "model": "0.001", **facts, **errors})
     timed = {"ratio": 1.094, "ratio_quartiles": [1.05, 1.2], "base_seconds": 0.03, "rounds": 4, "tokens": 64}
     rows.append({"kind": "tokens", "task": "SmolLM2-135M", "model": "dense", **facts, **timed})
     text = report.section(rows, tmp_path / "plots")
-    assert "| parity | base | 0.0007 | 80% | 80% | 51% (50% to 52%) | 51% (50% to 52%) |" in text
-    assert "| parity | dense | 0.0007 | 100% | 100% | 98% |" in text
+    assert "| parity | base | 0.0007 | 3 | 80% | 80% | 51% (50% to 52%) | 51% (50% to 52%) |" in text
+    assert "| parity | dense | 0.0007 | 3 | 100% | 100% | 98% |" in text
     assert "| dense | 0.002 | 0 of 1 |" in text and "| dense | 0.0007 | 3 of 3 |" in text
     assert "| trained, dense (3 runs) | 5e-01 | 1e-07 |" in text
     assert "| a generated token | SmolLM2-135M | dense | **1.09 x** | 1.05 to 1.20 | 30 ms | 64 |" in text
