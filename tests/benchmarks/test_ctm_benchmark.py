@@ -313,7 +313,7 @@ def test_unknown_names_are_errors_that_list_the_known(tmp_path):
     for change, message in [
         ({"parts": "speed"}, "--parts speed: known are layer, gauge, energy, adapters"),
         ({"cases": "other"}, "--cases other: known are common, own"),
-        ({"methods": "nope"}, "--methods 'nope' matches none of: sum, not cut"),
+        ({"methods": "nope"}, "--methods 'nope' matches none of: core ties, CtM ties"),
         ({"rank": 0}, "--rank must be at least 1, got 0"),
     ]:
         with pytest.raises(ValueError, match=message):
