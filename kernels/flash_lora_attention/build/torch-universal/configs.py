@@ -7,9 +7,10 @@ HEAD_DIM_UNIT = 8
 MAX_RANK = 64
 
 # The first entry that fits is used. `max_rows` bounds the rows of a KV head (queries times the query heads that share
-# it), `max_columns` the head dimension as it is padded, `max_rank` both ranks, `max_rank_k` that on keys. With HALVES, keys are rebuilt as two
-# halves that are rotated with each other, tokens along the rows; without, channels lie along the rows and each is
-# rotated by itself: more products, but spread over 8 warps where the products with query and values stand that way.
+# it), `max_columns` the head dimension as it is padded, `max_rank` both ranks, `max_rank_k` that on keys. With HALVES,
+# keys are rebuilt as two halves that are rotated with each other, tokens along the rows; without, channels lie along
+# the rows and each is rotated by itself: more products, but spread over 8 warps where those of attention stand that
+# way.
 ATTEND = [
     {"dtypes": ("bf16", "fp16"), "max_rows": 16, "max_columns": 64, "HALVES": True, "BLOCK_M": 16, "BLOCK_N": 64,
      "num_warps": 4, "num_stages": 2},
