@@ -68,37 +68,27 @@ def best_rate(runs: list[dict[str, Any]]) -> float:
     return min(found, key=lambda lr: mean(found[lr]))
 
 
-def _best_runs(runs: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """(task, model) -> the runs at its best learning rate, by seed."""
-    groups = defaultdict(list)
-    for row in runs:
-        groups[row["task"], row["model"]].append(row)
-    found = {}
-    for task in TASKS:
-        for model in MODELS:
-            if group := groups.get((task, model)):
-                rate = best_rate(group)
-                found[task, model] = sorted((r for r in group if r["lr"] == rate), key=lambda r: r["seed"])
-    return found
+def _groups(runs: list[dict[str, Any]]) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
+    """(task, model, learning rate) -> runs by seed, in the order of tasks and models."""
+    order = {name: place for place, name in enumerate([*TASKS, *MODELS])}
+    found = defaultdict(list)
+    for row in sorted(runs, key=lambda r: (order[r["task"]], order[r["model"]], r["lr"], r["seed"])):
+        found[row["task"], row["model"], row["lr"]].append(row)
+    return dict(found)
 
 
 def _accuracy(runs: list[dict[str, Any]], plots: Path) -> list[str]:
-    best = _best_runs(runs)
-    tasks = [task for task in TASKS if any(key[0] == task for key in best)]
-    _plot_accuracy(best, tasks, plots / "accuracy.png")
+    groups = _groups(runs)
+    tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
+    rates = {t: best_rate([r for r in runs if r["task"] == t and r["model"] == "base"] or runs) for t in tasks}
+    shown = {(task, model): group for (task, model, rate), group in groups.items() if rate == rates[task]}
+    _plot_accuracy(shown, tasks, plots / "accuracy.png")
     first = runs[0]
     lengths = [n for n in _LENGTHS if n <= len(first["accuracy"])]
     cells = []
-    for (task, model), group in best.items():
-        cells.append(
-            [
-                task,
-                model,
-                f"{group[0]['lr']:g}",
-                len(group),
-                *(_spread([at_length(r, n) for r in group]) for n in lengths),
-            ]
-        )
+    for (task, model, rate), group in groups.items():
+        cells.append([task, model, f"{rate:g}", len(group)])
+        cells[-1] += [_spread([at_length(row, n) for row in group]) for n in lengths]
     return [
         f"A Llama of {BASE['layers']} layers, d {BASE['hidden']}, pretrained for {BASE['steps']} steps on a made-up "
         f"language and repeated phrases ({BASE['length']} tokens, no state needed). Fine-tuned on sequences of "
@@ -110,10 +100,10 @@ def _accuracy(runs: list[dict[str, Any]], plots: Path) -> list[str]:
         f"{len(first['accuracy'])} tokens; accuracy at a length is that of the answers to its last four tokens.\n",
         *(f"- *{task}* (chance {TASKS[task].chance:.0%}): {TASKS[task].about}." for task in tasks),
         "\n### Accuracy against length\n",
-        "Mean over the seeds (lowest to highest, where they differ), at the learning rate whose **training** loss was "
-        "lowest in the end.\n",
+        "Mean over the seeds (lowest to highest, where they differ).\n",
         markdown_table(["task", "model", "lr", "seeds", *(f"{n}" for n in lengths)], cells),
-        "\n![Accuracy against length](turboconn/plots/accuracy.png)\n",
+        "\nThe plot shows all models at the learning rate whose training loss was lowest for the *base*.\n",
+        "![Accuracy against length](turboconn/plots/accuracy.png)\n",
     ]
 
 
@@ -124,8 +114,7 @@ def _spread(values: list[float]) -> str:
 
 def _every_run(runs: list[dict[str, Any]]) -> str:
     cells = []
-    order = {name: place for place, name in enumerate([*TASKS, *MODELS])}
-    for row in sorted(runs, key=lambda r: (order[r["task"]], order[r["model"]], r["lr"], r["seed"])):
+    for row in (row for group in _groups(runs).values() for row in group):
         lengths = [f"{at_length(row, n):.1%}" if n <= len(row["accuracy"]) else "" for n in _LENGTHS]
         norm = f"{row['largest_norm']:.0f}"
         cells.append([row["task"], row["model"], f"{row['lr']:g}", row["seed"], f"{row['losses'][-1]:.3f}", *lengths])
@@ -159,7 +148,7 @@ def _jacobi(latest: list[dict], runs: list[dict], plots: Path) -> list[str]:
     weak = sorted((row for row in latest if row["kind"] == "jacobi"), key=lambda row: float(row["model"]))
     trained = defaultdict(list)
     for row in runs:
-        if "jacobi" in row and at_length(row, row["length"]) >= _SOLVED:
+        if row["model"] in ("sparse", "dense") and at_length(row, row["length"]) >= _SOLVED:
             trained[row["model"]].append(row)
     curves = {f"random, {float(row['model']):g}": row["relative"] for row in weak}
     passes = weak[0]["passes"] if weak else None
@@ -175,7 +164,7 @@ def _jacobi(latest: list[dict], runs: list[dict], plots: Path) -> list[str]:
         "\n### Jacobi's error\n",
         f"Largest error of a logit after so many parallel passes over {passes[-1]} tokens, over the exact logits' "
         "standard deviation. *random*: dense links on the pretrained base whose entries have that standard deviation; "
-        "*trained*: the links of all runs above that solved their task, the median run.\n",
+        "*trained*: the links of all those runs that solved their task, the median run.\n",
         markdown_table(["links", *map(str, passes)], cells),
         "\n![Jacobi's error](turboconn/plots/jacobi.png)\n",
     ]
@@ -227,7 +216,7 @@ def _axes(columns: int, rows: int, width: float, height: float, **options: Any) 
     return figure, axes
 
 
-def _plot_accuracy(best: dict, tasks: list[str], path: Path) -> None:
+def _plot_accuracy(shown: dict, tasks: list[str], path: Path) -> None:
     from matplotlib import pyplot
 
     columns = 2 if len(tasks) in (2, 4) else min(3, len(tasks))
@@ -238,7 +227,7 @@ def _plot_accuracy(best: dict, tasks: list[str], path: Path) -> None:
     handles: dict[str, Any] = {}
     for one, task in zip(axes.flat, tasks):
         for model, colour in _COLOURS.items():
-            group = best.get((task, model))
+            group = shown.get((task, model))
             if not group:
                 continue
             curves = [_smooth(row["accuracy"]) for row in group]
@@ -249,7 +238,7 @@ def _plot_accuracy(best: dict, tasks: list[str], path: Path) -> None:
             )
             low, high = [min(v) for v in zip(*curves)], [max(v) for v in zip(*curves)]
             one.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0)
-        row = next(group[0] for (name, _), group in best.items() if name == task)
+        row = next(group[0] for (name, _), group in shown.items() if name == task)
         one.axvspan(0.9, row["length"], color="#eeeeee", zorder=0)
         one.axhline(TASKS[task].chance, color="#bbbbbb", linewidth=0.8, linestyle=":")
         one.set_title(task, loc="left", fontsize=10)
