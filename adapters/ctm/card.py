@@ -9,6 +9,15 @@ from .report import CtMReport
 __all__ = ["TAGS", "model_card"]
 
 TAGS = ["lora", "merge", "ctm", "hf-ext"]
+# peft names no task for adapters that are made without one, which most often are those of language models.
+_AUTO = {
+    None: "AutoModelForCausalLM",
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
 
 
 def is_repository(name: str) -> bool:
@@ -16,7 +25,9 @@ def is_repository(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
-def model_card(name: str, report: CtMReport, base_model: str | None, origins: Sequence[str]) -> str:
+def model_card(
+    name: str, report: CtMReport, base_model: str | None, origins: Sequence[str], task: str | None = None
+) -> str:
     """Text of the card: metadata, where the adapter comes from, what it kept, how to load it.
 
     Args:
@@ -24,6 +35,7 @@ def model_card(name: str, report: CtMReport, base_model: str | None, origins: Se
         report: figures of the merge.
         base_model: name or path of the base model.
         origins: what to call each adapter, in the report's order.
+        task: peft's `task_type`, by which the base model is loaded; None: a causal language model.
     """
     from huggingface_hub import ModelCardData
 
@@ -38,6 +50,7 @@ def model_card(name: str, report: CtMReport, base_model: str | None, origins: Se
         layers = len(report.retained_energy[adapter])
         rows.append(f"| `{origin}` | {weight:g} | {layers} | {report.norm(adapter):.4g} | {kept} |")
     options = ", ".join(f"{key}={value!r}" for key, value in config.to_dict().items())
+    auto = _AUTO.get(task, "AutoModel")
     rule = config.rule_name.removeprefix("callable:")
     return (
         f"---\n{data.to_yaml()}\n---\n\n"
@@ -50,11 +63,11 @@ def model_card(name: str, report: CtMReport, base_model: str | None, origins: Se
         "result.\n\n"
         "## Load it\n\n"
         "```python\n"
-        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{shown}")\n'
+        f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
+        f'base = {auto}.from_pretrained("{shown}")\n'
         f'model = PeftModel.from_pretrained(base, "{name}")\n'
         "```\n\n"
-        "It has one rank in every layer, a scaling of 1 and no patterns, so servers of LoRA adapters take it.\n\n"
+        "It has one rank in every layer, a scaling of 1 and no patterns, as servers of LoRA adapters want it.\n\n"
         "## How it was made\n\n"
         f"By `hf-ext merge-lora`, with the configuration\n\n```python\nCtMConfig({options})\n```\n\n"
         "The method is from *Compress then Merge: From Multiple LoRAs into One Low-Rank Adapter* (arXiv 2606.03723).\n"

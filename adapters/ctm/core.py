@@ -234,7 +234,7 @@ def merge_lora_tensors(
     if not (a.isfinite().all() and b.isfinite().all()):
         raise ValueError(
             f"layer {layer_name!r}: the merged factors are not finite in {str(dtype).removeprefix('torch.')}; pass "
-            "dtype='float32' or smaller weights"
+            "dtype='float32' if that is wider, or smaller weights"
         )
     report = LayerReport(
         layer=layer_name,

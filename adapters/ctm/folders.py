@@ -21,7 +21,7 @@ from .card import is_repository, model_card
 from .config import CtMConfig
 from .report import CtMReport, LayerReport
 from .saved import CONFIG, WEIGHTS, SavedAdapter, open_adapter
-from .sources import check_weights, merge_layer, merged_config, natural_order
+from .sources import check_weights, merge_layer, merged_config, natural_order, result_dtype
 
 require("peft", extra="adapters")
 
@@ -80,7 +80,10 @@ def merge_adapter_folders(
     config = replace(config or CtMConfig(), **kwargs)
     if isinstance(paths, str | os.PathLike):
         raise ValueError(f"`paths` must be a list of folders, got {paths!r}")
-    paths, output = list(paths), Path(os.path.abspath(output_dir))
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+        raise ValueError(f"`workers` must be an integer of at least 1 or None, got {workers!r}")
+    # Where the output is a symbolic link the result goes to where it points, and the link stays.
+    paths, title, output = list(paths), Path(os.path.abspath(output_dir)).name, Path(os.path.realpath(output_dir))
     names = _names(paths) if names is None else list(names)
     if len(names) != len(paths):
         raise ValueError(f"`names` has {len(names)} entries for {len(paths)} adapters")
@@ -96,7 +99,7 @@ def merge_adapter_folders(
         layers = sorted({layer for source in sources for layer in source.layers}, key=natural_order)
         _check_overlap(sources)
         rank = config.rank or max(source.rank(layer) for source in sources for layer in source.layers)
-        dtype = getattr(torch, config.dtype) if config.dtype else sources[0].dtype()
+        dtype = result_dtype(config, sources[0].name, sources[0].dtype())
         lora = merged_config([source.config for source in sources], layers, rank, base_model)
         copies = _saved_embeddings(sources)
 
@@ -124,7 +127,7 @@ def merge_adapter_folders(
         write_json(folder / OWN_CONFIG, config.to_dict())
         # A folder's own path says where it lies on somebody's disk.
         origins = [name if Path(path).is_dir() else str(path) for path, name in zip(paths, names)]
-        write_text(folder / "README.md", model_card(output.name, report, base_model, origins))
+        write_text(folder / "README.md", model_card(title, report, base_model, origins, fields["task_type"]))
         # safetensors makes files that only their owner can read; servers often run as somebody else.
         (folder / WEIGHTS).chmod((folder / OWN_CONFIG).stat().st_mode)
         # The file by which a folder is known as an adapter comes last.
@@ -233,11 +236,15 @@ def _processors() -> int:
 
 
 def _check_output(output: Path, paths: Sequence[str | os.PathLike[str]], overwrite: bool) -> None:
-    here = Path(os.path.realpath(output))
     for path in paths:
         there = Path(os.path.realpath(path))
-        if Path(path).is_dir() and (here == there or here in there.parents):
+        if Path(path).is_dir() and (output == there or output in there.parents):
             raise ValueError(f"the output {output} is, or holds, the adapter {path}; name another folder")
+    above = next(folder for folder in output.parents if folder.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"the output {output} cannot be made: {above} is no folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(f"the output {output} cannot be made: {above} is not writable")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     # A folder of a training run is an adapter too, and holds more than that.

@@ -12,7 +12,15 @@ from hf_ext.extras import require
 
 from .config import CtMConfig
 from .report import CtMReport
-from .sources import Factors, check_adapter_config, check_weights, matches, merge_layer, merged_config
+from .sources import (
+    Factors,
+    check_adapter_config,
+    check_weights,
+    matches,
+    merge_layer,
+    merged_config,
+    result_dtype,
+)
 
 require("peft", extra="adapters")
 
@@ -133,10 +141,9 @@ def _where_float64_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _result_dtype(config: CtMConfig, plan: dict[str, list[Factors]], first: str) -> torch.dtype:
-    if config.dtype is not None:
-        return getattr(torch, config.dtype)
     parts = [part for entry in plan.values() for part in entry]
-    return next((part for part in parts if part.name == first), parts[0]).a.dtype
+    part = next((part for part in parts if part.name == first), parts[0])
+    return result_dtype(config, part.name, part.a.dtype)
 
 
 def _narrow_targets(lora: LoraConfig, base: nn.Module, layers: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from hf_ext.extras import require
 
-from .config import CtMConfig
+from .config import DTYPES, CtMConfig
 from .core import merge_lora_tensors
 from .report import LayerReport
 
@@ -20,7 +20,15 @@ require("peft", extra="adapters")
 from peft import LoraConfig  # noqa: E402 - after the check that names the extra
 from peft.utils.other import get_pattern_key  # noqa: E402
 
-__all__ = ["Factors", "check_adapter_config", "check_weights", "merge_layer", "merged_config", "scaling_of"]
+__all__ = [
+    "Factors",
+    "check_adapter_config",
+    "check_weights",
+    "merge_layer",
+    "merged_config",
+    "result_dtype",
+    "scaling_of",
+]
 
 # Fields of a LoraConfig that must be empty, and why. Those that peft marks as variants of LoRA come on top.
 _REFUSED = {
@@ -79,6 +87,8 @@ def check_weights(weights: Sequence[float] | None, names: Sequence[str], config:
         raise ValueError(f"adapter {twice[0]!r} is named twice; name it once, with the sum of its weights")
     if weights is None:
         return config.default_weights(len(names))
+    if not isinstance(weights, Iterable):
+        raise ValueError(f"`weights` must be a list of one number per adapter, got {weights!r}")
     found = []
     for weight in weights.tolist() if isinstance(weights, torch.Tensor) else weights:
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
@@ -90,6 +100,20 @@ def check_weights(weights: Sequence[float] | None, names: Sequence[str], config:
         )
     if not any(found):
         raise ValueError("every weight is 0, so there is nothing to merge")
+    return found
+
+
+def result_dtype(config: CtMConfig, name: str, found: torch.dtype) -> torch.dtype:
+    """Dtype of the result: the configuration's, else the one `found` in adapter `name`, the first.
+
+    Raises:
+        ValueError: it is the adapter's, and none that can be merged.
+    """
+    if config.dtype is not None:
+        return getattr(torch, config.dtype)
+    kind = str(found).removeprefix("torch.")
+    if kind not in DTYPES:
+        raise ValueError(f"adapter {name!r} is of {kind}; adapters of {', '.join(DTYPES)} can be merged")
     return found
 
 
@@ -105,16 +129,26 @@ def scaling_of(layer: str, config: Mapping[str, Any], name: str, rank: int) -> f
     Raises:
         ValueError: the configuration gives the layer another rank, or none.
     """
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    expected = ranks.get(get_pattern_key(ranks, layer), config.get("r"))
+    expected = _of_layer(layer, config, name, "rank_pattern", "r")
     if expected != rank:
         raise ValueError(
-            f"adapter {name!r}: layer {layer!r} has factors of rank {rank}, but its configuration says {expected}"
+            f"adapter {name!r}: layer {layer!r} has factors of rank {rank}, but its configuration says {expected!r}"
         )
-    alpha = alphas.get(get_pattern_key(alphas, layer), config.get("lora_alpha"))
+    alpha = _of_layer(layer, config, name, "alpha_pattern", "lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ValueError(f"adapter {name!r}: lora_alpha of layer {layer!r} is {alpha!r}; it must be a finite number")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _of_layer(layer: str, config: Mapping[str, Any], name: str, pattern: str, default: str) -> Any:
+    patterns = config.get(pattern) or {}
+    try:
+        return patterns.get(get_pattern_key(patterns, layer), config.get(default))
+    except (AttributeError, TypeError, re.error) as error:
+        raise ValueError(
+            f"adapter {name!r}: {pattern} is {patterns!r}; it must be a table from regular expressions to numbers "
+            f"({error})"
+        ) from None
 
 
 def check_shapes(layer: str, name: str, a: Sequence[int], b: Sequence[int]) -> None:
@@ -228,9 +262,9 @@ def target_modules(configs: Sequence[Mapping[str, Any]], layers: Sequence[str]) 
     names: set[str] = set()
     for config in configs:
         targets = config.get("target_modules")
-        plain = isinstance(targets, list | set | tuple) and not (
-            config.get("exclude_modules") or config.get("layers_to_transform") or config.get("layers_pattern")
-        )
+        # A choice of layers may be the number 0; peft takes an empty list for none.
+        choice = config.get("layers_to_transform")
+        plain = isinstance(targets, list | set | tuple) and choice in (None, []) and not config.get("exclude_modules")
         if not plain:
             return sorted(layers)
         names.update(targets)

@@ -145,6 +145,35 @@ def test_a_base_model_of_the_hub_is_in_the_card(edited, tmp_path):
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in text
 
 
+def test_the_choice_of_layer_0_alone_stays_that_of_layer_0(save_adapter, tmp_path):
+    # As a number, which is as false as no choice is; its short name alone would find all layers.
+    one = save_adapter(tmp_path / "one", target_modules=["q_proj"], layers_to_transform=0)
+    merge_adapter_folders([one], tmp_path / "out")
+    targets = json.loads((tmp_path / "out" / CONFIG).read_text())["target_modules"]
+    assert targets == ["model.layers.0.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("task", "auto"),
+    [
+        ("CAUSAL_LM", "AutoModelForCausalLM"),
+        ("SEQ_2_SEQ_LM", "AutoModelForSeq2SeqLM"),
+        ("FEATURE_EXTRACTION", "AutoModel"),
+    ],
+)
+def test_the_card_loads_the_kind_of_model_that_the_adapters_are_of(edited, tmp_path, task, auto):
+    merge_adapter_folders([edited("sql", {"task_type": task})], tmp_path / "out")
+    assert f"from transformers import {auto}\n" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_first_adapter_of_a_dtype_that_cannot_be_merged_is_named(adapters, edited, tmp_path):
+    def narrow(state):
+        return {key: value.to(torch.float8_e4m3fn) for key, value in state.items()}
+
+    with pytest.raises(ValueError, match="adapter 'sql' is of float8_e4m3fn; adapters of float32, float16"):
+        merge_adapter_folders([edited("sql", tensors=narrow), adapters["math"]], tmp_path / "out")
+
+
 def test_progress_names_every_layer(adapters, tmp_path):
     calls = []
     merge_adapter_folders([adapters["sql"]], tmp_path / "out", progress=lambda *call: calls.append(call))
@@ -272,6 +301,9 @@ def test_saved_embeddings_that_differ_or_were_resized_are_refused(with_embedding
         ({"init_lora_weights": "loftq"}, "adapter 'sql' was made with init_lora_weights='loftq'"),
         ({"peft_type": "ADALORA"}, "adapter 'sql' is of type ADALORA; only LORA adapters"),
         ({"peft_type": None}, "adapter 'sql' is of type None"),
+        ({"rank_pattern": [1]}, r"adapter 'sql': rank_pattern is \[1\]; it must be a table"),
+        ({"alpha_pattern": {"(": 3}}, "adapter 'sql': alpha_pattern is .* regular expressions"),
+        ({"r": "4"}, "has factors of rank 4, but its configuration says '4'"),
         ({"r": 5}, "layer 'model.layers.0.self_attn.q_proj' has factors of rank 4, but its configuration says 5"),
         ({"lora_alpha": None}, "lora_alpha of layer 'model.layers.0.self_attn.q_proj' is None"),
     ],
@@ -425,6 +457,8 @@ def test_bad_arguments_are_named(adapters, tmp_path):
         ({"weights": [0, 0]}, "every weight is 0"),
         ({"names": ["a"]}, "`names` has 1 entries for 2 adapters"),
         ({"rank": 0}, "`rank`"),
+        ({"weights": 1.0}, "`weights` must be a list of one number per adapter, got 1.0"),
+        ({"workers": 0}, "`workers` must be an integer of at least 1 or None, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             merge_adapter_folders(folders, tmp_path / "out", **arguments)
@@ -515,6 +549,34 @@ def test_folders_beside_the_output_are_left_alone(adapters, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path / "here")
     merge_adapter_folders([adapters["sql"]], "nested/out")
     assert (tmp_path / "here" / "nested" / "out" / CONFIG).is_file()
+
+
+def test_an_output_that_is_a_link_is_written_where_it_points(adapters, tmp_path):
+    (tmp_path / "disk").mkdir()
+    for target in ("disk/empty", "disk/absent"):
+        link = tmp_path / f"to-{Path(target).name}"
+        link.symlink_to(tmp_path / target)
+    (tmp_path / "disk" / "empty").mkdir()
+    for name in ("empty", "absent"):
+        for _ in range(2):
+            merge_adapter_folders([adapters["sql"]], tmp_path / f"to-{name}", overwrite=True)
+        assert (tmp_path / f"to-{name}").is_symlink()
+        assert {path.name for path in (tmp_path / "disk" / name).iterdir()} == FILES
+        assert f"# to-{name}\n" in (tmp_path / f"to-{name}" / "README.md").read_text()
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_anything_is_merged(adapters, tmp_path, monkeypatch):
+    def merged(*call):
+        raise AssertionError("it merged")
+
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file/out cannot be made: .*file is no folder"):
+        merge_adapter_folders([adapters["sql"]], tmp_path / "file" / "out", progress=merged)
+    # The superuser may write anywhere, so the answer is given here.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match="new/out cannot be made: .* is not writable"):
+        merge_adapter_folders([adapters["sql"]], tmp_path / "new" / "out", progress=merged)
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_output_is_none_of_the_inputs(adapters, tmp_path):
