@@ -97,7 +97,8 @@ def _accuracy(runs: list[dict[str, Any]], plots: Path) -> list[str]:
         "is. Attention's matrices are kept as pretrained but in *base*, *base, 4 x the steps* (about the time that "
         "links take) and *dense, attention trained*, where all weights are trained. Every model of a task saw the "
         f"same data at the same learning rates, for {first['steps']} steps but for the one named. Tested on "
-        f"{len(first['accuracy'])} tokens; accuracy at a length is that of the answers to its last four tokens.\n",
+        f"{len(first['accuracy'])} tokens; accuracy at a length is that of the answers to its last "
+        "four tokens. The recipe was found in pilots whose long tests were looked at (see the card of TurboConn).\n",
         *(f"- *{task}* (chance {TASKS[task].chance:.0%}): {TASKS[task].about}." for task in tasks),
         "\n### Accuracy against length\n",
         "Mean over the seeds (lowest to highest, where they differ).\n",
