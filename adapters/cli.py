@@ -69,8 +69,12 @@ def merge_lora(
     if method != "ctm":
         raise ValueError(f"--method is {method!r}; this version has ctm")
     adapters, numbers = _split_weights(adapters, weights)
-    if report is not None and report.is_dir():
-        raise ValueError(f"--report: {report} is a folder; name a file")
+    if report is not None:
+        above = next(folder for folder in report.resolve().parents if folder.exists())
+        if report.is_dir() or report.resolve() == output.resolve():
+            raise ValueError(f"--report: {report} is a folder; name a file")
+        if not above.is_dir():
+            raise ValueError(f"--report: {report} cannot be written, {above} is no folder")
     console = Console()
     with console.status("importing torch and peft"):
         import torch

@@ -100,6 +100,18 @@ def test_errors_are_one_line_and_nothing_is_written(run, adapters, tmp_path, arg
     assert not (tmp_path / "out").exists()
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_merge(run, adapters, tmp_path):
+    (tmp_path / "file").touch()
+    for report, message in (
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "out", "is a folder; name a file"),
+        (tmp_path / "file" / "figures.json", "cannot be written"),
+    ):
+        code, _, err = run(*adapters, "-o", tmp_path / "out", "--report", report)
+        assert code == 1 and err.startswith("error: --report: ") and message in err
+        assert not (tmp_path / "out").exists()
+
+
 def test_an_existing_output_needs_overwrite(run, adapters, tmp_path):
     out = tmp_path / "out"
     assert run(*adapters, "-o", out)[0] == 0
