@@ -22,7 +22,9 @@ def merge_lora(
     rank: Annotated[int | None, typer.Option(help="Rank of the result; default the largest of the adapters'.")] = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="One number per adapter, e.g. '1 1 0.5'; default 1 each, 1/T where the rule adds up."),
+        typer.Option(
+            help="One number per adapter, in quotes, e.g. '1 -1 0.5'; default 1 each, 1/T where the rule adds up."
+        ),
     ] = None,
     density: Annotated[float, typer.Option(help="Share of entries that ties, dare and magnitude_prune keep.")] = 0.5,
     ties_density: Annotated[

@@ -256,7 +256,11 @@ def _check_output(output: Path, paths: Sequence[str | os.PathLike[str]], overwri
 
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """A folder that takes the place of `output` when the block has ended without an error."""
+    """A folder that takes the place of `output` when the block has ended without an error.
+
+    A kill leaves a hidden folder `.NAME.*.partial` beside it. Between the two renames that replace an old output, it
+    leaves no output, and old and new in that folder, both whole.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder: a rename is atomic within one file system only.
     work = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.", suffix=".partial"))
