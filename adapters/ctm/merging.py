@@ -131,12 +131,13 @@ def _parts(layer: str, module: LoraLayer, live: Sequence[tuple[int, str, float]]
                 f"layer {layer!r} of adapter {name!r} is on the meta device (offloaded); load the adapters to memory, "
                 "or merge their folders with merge_adapter_folders"
             )
-        a, b = _where_float64_is(a.detach()), _where_float64_is(b.detach())
+        a, b = _off_mps(a.detach()), _off_mps(b.detach())
         parts.append(Factors(place, name, weight, float(module.scaling[name]), a, b))
     return parts
 
 
-def _where_float64_is(tensor: torch.Tensor) -> torch.Tensor:
+def _off_mps(tensor: torch.Tensor) -> torch.Tensor:
+    # The small matrices are in float64, which MPS lacks.
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
