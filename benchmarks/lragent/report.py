@@ -99,9 +99,9 @@ def _first_token(rows: list[dict[str, Any]]) -> list[str]:
     what = rows[0]["trajectory"]
     return [
         "### Time to the first token of a new agent\n",
-        f"A trajectory of {what}, of which the first agent has read the first part; seconds of `generate` for one "
-        "token by the second one, adapter switching and hashing included, on one thread. Ratios are medians over "
-        "repeats that were taken in turn.\n",
+        f"A trajectory of {what}, of which the first agent has read the first part; processor seconds, on one thread, "
+        "of `generate` for one token by the second one, adapter switching and hashing included. Ratios are medians "
+        "over repeats that were taken in turn.\n",
         markdown_table(["cache", "median s", "least s", "of full sharing", "of no sharing"], cells),
         "",
     ]

@@ -168,12 +168,14 @@ class _Agents:
         text = adapters.trajectory(self.ids[pair[0]][0], self.ids[pair[1]][0], 0, HELD, NEW)
         found = measure.times_to_first_token(model, modes, text, HELD, REPEATS, self.console.print)
         for mode in modes:
-            seconds = found[mode]
+            seconds, clock = map(list, zip(*found[mode]))
             # Of neighbours in time: the machine may have been busier with one repeat than with another.
             ratios = {
-                f"over_{other}": median(s / o for s, o in zip(seconds, found[other])) for other in ("full", "none")
+                f"over_{other}": median(s / o for s, (o, _) in zip(seconds, found[other]))
+                for other in ("full", "none")
             }
             row = {**key, "mode": mode, "seconds": seconds, "median": median(seconds), "least": min(seconds), **ratios}
+            row["clock_seconds"] = clock
             self.log.append({**row, **self.facts})
         self._release(model)
 
