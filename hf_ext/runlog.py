@@ -49,7 +49,7 @@ class RunLog:
         lines = []
         for row in rows:
             self._key_of(row)
-            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            lines.append(row_line(row))
         if not lines:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +102,17 @@ class RunLog:
         # As JSON, so that a key compares equal before and after it has been in the file (tuple and list, for one), and
         # the number 1 is not the text "1".
         return tuple(json.dumps(row[name], sort_keys=True) for name in self.key)
+
+
+def row_line(row: Mapping[str, Any]) -> bytes:
+    """A row as a line of a JSON-lines file.
+
+    Raises:
+        ValueError: A value is not JSON (NaN and infinities are not).
+    """
+    # Half a surrogate pair, as an endpoint's JSON may hold, is written as the escape that it was there.
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -288,6 +288,51 @@ def test_sampling_is_seeded_and_leaves_the_generator_of_others_alone(chat):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def sampled(chat, texts, seeds, batch_size=8, **sampling) -> list[str]:
+    ids = [chat.tokenizer(text)["input_ids"] for text in texts]
+    sampling = {"max_new_tokens": 8, "temperature": 1.0, **sampling}
+    replies = generate_replies(chat.model, chat.tokenizer, ids, batch_size=batch_size, seed=seeds, **sampling)
+    return [reply.text for reply in replies]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_with_a_seed_for_each_prompt_a_sample_depends_on_nothing_else(chat, top_p):
+    texts, seeds = ["one", "two and more", "three"], [5, 6, 2**62 - 1]
+    before = torch.get_rng_state()
+    found = sampled(chat, texts, seeds, top_p=top_p)
+    assert sampled(chat, texts[::-1], seeds[::-1], batch_size=2, top_p=top_p) == found[::-1]
+    assert [sampled(chat, [text], [seed], top_p=top_p)[0] for text, seed in zip(texts, seeds)] == found
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(set(sampled(chat, ["one"] * 3, [1, 2, 1], top_p=top_p))) == 2
+
+
+def test_samples_with_seeds_of_their_own_are_distributed_as_the_softmax(chat):
+    prompt = chat.tokenizer("<user>a<reply>")["input_ids"]
+    temperature, count = 0.02, 2000  # a random model is flat: cooled down, a few tokens share the mass
+    with torch.no_grad():
+        logits = chat.model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+    expected = (logits / temperature).softmax(-1)
+    generated = []
+    generate = chat.model.generate
+    chat.model.generate = lambda **inputs: generated.append(generate(**inputs)) or generated[-1]
+    try:
+        sampling = {"max_new_tokens": 1, "temperature": temperature, "batch_size": count}
+        generate_replies(chat.model, chat.tokenizer, [prompt] * count, seed=list(range(count)), **sampling)
+    finally:
+        del chat.model.generate
+    shares = torch.bincount(generated[0][:, -1], minlength=len(expected)).double() / count
+    assert (expected > 0.05).sum() > 1
+    # Four standard errors of a share of 0.5.
+    torch.testing.assert_close(shares, expected, rtol=0, atol=4 * 0.5 / count**0.5)
+
+
+def test_seeds_of_a_greedy_call_change_nothing_and_their_number_is_checked(chat):
+    greedy = sampled(chat, ["a", "b"], 0, temperature=0.0)
+    assert sampled(chat, ["a", "b"], [1, 2], temperature=0.0) == greedy
+    with pytest.raises(ValueError, match="seed has 1 numbers for 2 prompts; give one for each, or one for all"):
+        sampled(chat, ["a", "b"], [1])
+
+
 def test_the_models_own_sampling_settings_and_mode_are_left_alone(chat):
     plain = chat.complete([ask("a")], max_new_tokens=8)
     settings = copy.deepcopy(chat.model.generation_config)

@@ -19,6 +19,13 @@ def test_appended_rows_are_read_back_in_order(tmp_path):
     assert log.done(a=1) and not log.done(a=3)
 
 
+def test_half_a_surrogate_pair_comes_back_as_it_was(tmp_path):
+    log = RunLog(tmp_path / "rows.jsonl", key=("a",))
+    log.append({"a": "\ud800é\U0001f600\\ud800"})
+    assert log.rows() == [{"a": "\ud800é\U0001f600\\ud800"}]
+    assert "é\U0001f600".encode() in log.path.read_bytes()
+
+
 def test_a_missing_file_has_no_rows(tmp_path):
     assert RunLog(tmp_path / "none.jsonl", key=("a",)).rows() == []
 
@@ -56,6 +63,22 @@ def test_the_latest_row_of_a_key_wins_and_list_keys_equal_tuple_keys(tmp_path):
     assert log.get(a=1, b=[2, 3])["value"] == "new"
     assert log.get(a=2, b=[2, 3]) is None
     assert not log.done(a="1", b=(2, 3))
+
+
+def test_rows_are_written_together_or_not_at_all(tmp_path):
+    log = RunLog(tmp_path / "rows.jsonl", key=("a",))
+    log.extend([])
+    assert not log.path.exists()
+    log.extend({"a": number} for number in range(3))
+    assert log.rows() == [{"a": 0}, {"a": 1}, {"a": 2}]
+    for bad in ({"b": 1}, {"a": 5, "value": float("inf")}, {"a": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            log.extend([{"a": 4}, bad])
+    assert len(log.rows()) == 3
+    with open(log.path, "ab") as file:
+        file.write(b'{"a": 3, "torn')
+    log.extend([{"a": 6}, {"a": 7}])
+    assert [row["a"] for row in log.rows()] == [0, 1, 2, 6, 7]
 
 
 @pytest.mark.parametrize("row", [{"b": 1}, {"a": float("nan")}])

@@ -17,6 +17,8 @@ from trl.models import unwrap_model_for_generation  # noqa: E402
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
 from trl.trainer.utils import create_model_from_path, get_config_model_id, use_adapter  # noqa: E402
 
+from .prompts import defuse, special_tokens  # noqa: E402
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,6 +61,7 @@ class Anchor:
     ) -> None:
         self.model = None if model is None else model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self._special = special_tokens(tokenizer)
         self.batch_size = batch_size
         self.top_p = top_p
         self.template_kwargs = dict(template_kwargs or {})
@@ -80,7 +83,7 @@ class Anchor:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(defuse(text, self._special), add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids."""
@@ -104,7 +107,11 @@ class Anchor:
         Sampled replies depend on their own seed alone, not on what else is in the batch; the random state of the
         process is not touched.
         """
-        ids = [self.ids_of(messages) for messages in conversations]
+        # What it is shown was written by the policy, which must not end its turn.
+        ids = [
+            self.ids_of([{**message, "content": defuse(message["content"], self._special)} for message in messages])
+            for messages in conversations
+        ]
         wanted, seeds, too_long = len(ids), list(seeds), {}
         if self.synchronized and self.context is not None:
             # `generate_replies` leaves these out, and then this process would call the model less often.

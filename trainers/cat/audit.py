@@ -5,7 +5,6 @@ are numbered by the step that trains on them (the rollouts of a fresh run are th
 step that was finished before.
 """
 
-import json
 import logging
 import os
 from collections import Counter, defaultdict
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_ext.runlog import RunLog, atomic_write, read_rows
+from hf_ext.runlog import RunLog, atomic_write, read_rows, row_line
 
 from .aggregators import Group
 from .prompts import prompt_text
@@ -68,8 +67,8 @@ class AuditLog:
             return
         for log in logs:
             kept = [row for row in log.rows() if row["step"] <= step]
-            with atomic_write(log.path) as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+            with atomic_write(log.path, "wb") as file:
+                file.writelines(map(row_line, kept))
 
     def write(
         self,

@@ -11,13 +11,13 @@ from hf_ext.extras import require
 require("trl", extra="trainers")
 
 import torch  # noqa: E402
-from accelerate.utils import gather_object  # noqa: E402
+from accelerate.utils import gather_object, is_peft_model  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 from trl.trainer.utils import get_config_model_id  # noqa: E402
 
 from ..answers import answers_match, extract_answer  # noqa: E402
-from .aggregators import Group, Tools, make_aggregator  # noqa: E402
+from .aggregators import AGGREGATORS, Group, Tools, make_aggregator  # noqa: E402
 from .anchor import resolve_anchor  # noqa: E402
 from .audit import AuditLog  # noqa: E402
 from .cat_config import CaTConfig  # noqa: E402
@@ -102,6 +102,14 @@ class CaTTrainer(GRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}; CaTTrainer takes a CaTConfig")
         own = _as_list(reward_funcs)
         self._check(args, own, aggregator, judge, anchor, environment_factory)
+        if args.use_vllm and anchor is None and _wants_anchor(args, aggregator, judge):
+            if peft_config is not None or is_peft_model(model):
+                # Not bit for bit what they were, so that the policy without its adapter drifts from step to step.
+                raise ValueError(
+                    "use_vllm=True merges the adapter into the base weights and takes it out again at every step, so "
+                    "the base is no frozen anchor; pass anchor= (an endpoint, a second model, its path), or set "
+                    "use_vllm=False"
+                )
         weights = args.reward_weights
         if weights is not None and len(weights) != len(own):
             raise ValueError(
@@ -142,7 +150,7 @@ class CaTTrainer(GRPOTrainer):
             self._scorer = self._make_scorer(aggregator, judge, anchor, answer_extractor, passed_instance)
         self._audit = AuditLog(args.output_dir, args.audit if self.accelerator.is_main_process else "off")
         self._next_group: dict[tuple[str, int], int] = {}
-        self.add_callback(_AuditCallback(self._audit))
+        self.add_callback(_AuditCallback(self))
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -161,7 +169,7 @@ class CaTTrainer(GRPOTrainer):
                 f"reward={args.reward!r} needs a judge: pass judge=TransformersJudge(...), EndpointJudge(...), "
                 'CallableJudge(...) or "anchor"; or set reward="match" where answers can be compared'
             )
-        if args.sync_ref_model and anchor is None:
+        if args.sync_ref_model and anchor is None and _wants_anchor(args, aggregator, judge):
             raise ValueError(
                 "sync_ref_model=True moves the reference model, so it cannot be the frozen anchor; pass anchor= (a "
                 'model, a path, an endpoint, or "policy" for one that moves), or set sync_ref_model=False'
@@ -179,7 +187,7 @@ class CaTTrainer(GRPOTrainer):
             default_temperature=self.temperature,
         )
         rule = make_aggregator(aggregator or args.aggregator, tools)
-        if anchor is not None or rule.uses_anchor or args.reward in ("auto", "rubric") or judge == "anchor":
+        if anchor is not None or _wants_anchor(args, aggregator, judge):
             loading = dict(args.model_init_kwargs or {})
             loading.setdefault("trust_remote_code", args.trust_remote_code)
             loading.setdefault("dtype", self.model.dtype)
@@ -328,11 +336,15 @@ class _CaTReward:
 class _AuditCallback(TrainerCallback):
     """Makes the log that of this run when training begins: the step is that of the checkpoint only then."""
 
-    def __init__(self, audit: AuditLog) -> None:
-        self.audit = audit
+    def __init__(self, trainer: CaTTrainer) -> None:
+        self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.audit.begin(state.global_step)
+        self.trainer._audit.begin(state.global_step)
+        # A second `train()` of one trainer numbers, and so seeds, its groups as the first did.
+        numbers = self.trainer._next_group
+        for mode, step in [key for key in numbers if key[1] > state.global_step]:
+            del numbers[mode, step]
 
 
 def metrics(groups: list[Group], outcomes: list[Outcome], tools: Tools) -> dict[str, float]:
@@ -374,6 +386,14 @@ def metrics(groups: list[Group], outcomes: list[Outcome], tools: Tools) -> dict[
             add("reference_acc", [reference.answer is not None and tools.match(reference.answer, gold)])
             add("rollout_acc", (answer is not None and tools.match(answer, gold) for answer in group.answers))
     return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+def _wants_anchor(args: CaTConfig, aggregator: Any, judge: Any) -> bool:
+    """Whether anything asks the anchor: the rule that makes references, who writes criteria, or the judge."""
+    if args.reward_weight == 0:
+        return False
+    by_rule = aggregator is None and AGGREGATORS[args.aggregator].uses_anchor
+    return by_rule or args.reward in ("auto", "rubric") or (isinstance(judge, str) and judge == "anchor")
 
 
 def _as_list(value) -> list:

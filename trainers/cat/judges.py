@@ -276,8 +276,9 @@ class ChatJudge:
             criteria = "\n".join(f"{k}. {items[i].criterion}" for k, i in enumerate(members, start=1))
             task = f"Task:\n{prompt}\n\n" if prompt is not None else ""
             texts.append(
-                f"{task}Answer:\n{completion}\n\nCriteria:\n{criteria}\n\nDoes the answer meet each criterion? Reply "
-                f"with a JSON list of {len(members)} booleans, in the order of the criteria, and nothing else."
+                f"{task}Answer:\n{prompts.fence(completion)}\n\nCriteria:\n{criteria}\n\nDoes the answer meet each "
+                f"criterion? Reply with a JSON list of {len(members)} booleans, in the order of the criteria, and "
+                "nothing else."
             )
         longest = max(map(len, rollouts.values()))
         verdicts: list[Any] = [None] * len(items)
@@ -417,6 +418,7 @@ class TransformersJudge:
         self.template_kwargs = {"enable_thinking": False, **(template_kwargs or {})}
         if model is not None:
             self.name = f"transformers:{model.name_or_path or type(model).__name__}"
+        self._special = prompts.special_tokens(tokenizer)
         self._forms = [self._tokens(forms) for forms in _FORMS]
 
     def _tokens(self, forms: Sequence[str]) -> list[list[int]]:
@@ -510,13 +512,19 @@ class TransformersJudge:
     def _split(self, item: JudgeItem) -> tuple[list[int], list[int]]:
         """Token ids before the criterion, and from the criterion on; both ways of scoring read exactly these."""
         plain = not self.tokenizer.chat_template
-        head, hole, tail = self._render(dataclasses.replace(item, criterion=_HOLE)).rpartition(_HOLE)
-        if not hole:  # a template without a criterion, as for grades
-            head, tail = tail, ""
-        ids = self.tokenizer([head, (item.criterion if hole else "") + tail], add_special_tokens=False)["input_ids"]
+        texts = {"prompt": item.prompt, "completion": item.completion, "reference": item.reference}
+        texts = {name: text and self._harmless(text) for name, text in texts.items()}
+        criterion = self._harmless(item.criterion)
+        head, hole, tail = self._render(dataclasses.replace(item, criterion=_HOLE, **texts)).partition(_HOLE)
+        # A template may name the criterion more than once; one for grades does not name it at all.
+        tail = (criterion if hole else "") + tail.replace(_HOLE, criterion)
+        ids = self.tokenizer([head, tail], add_special_tokens=False)["input_ids"]
         if plain:
             ids[0] = self.tokenizer(head)["input_ids"]
         return ids[0], ids[1]
+
+    def _harmless(self, text: str) -> str:
+        return prompts.defuse(text.replace(_HOLE, ""), self._special)
 
     def _generate(self, model: "PreTrainedModel", items: Sequence[JudgeItem]) -> list[str | Exception]:
         pairs = [self._split(item) for item in items]

@@ -17,9 +17,11 @@ __all__ = [
     "check_template",
     "completion_text",
     "cut_middle",
+    "defuse",
     "fence",
     "number_attempts",
     "prompt_text",
+    "special_tokens",
     "strip_thinking",
     "template_hash",
 ]
@@ -123,6 +125,22 @@ def fence(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     marks = "`" * max(3, longest + 1)
     return f"{marks}\n{text}\n{marks}"
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """The texts that a tokenizer reads as special tokens: ends of turns, roles, padding."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return sorted(token for token in {*tokenizer.all_special_tokens, *added} if len(token) > 1)
+
+
+def defuse(text: str, tokens: Sequence[str]) -> str:
+    """The text with a blank inside each special token, which is then read as characters.
+
+    A rollout that spells the end of a turn would otherwise leave its fence and speak as somebody else.
+    """
+    for token in tokens:
+        text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
 
 
 def number_attempts(texts: Sequence[str]) -> str:

@@ -224,6 +224,22 @@ def test_what_cannot_be_a_frozen_anchor_is_refused(make_trainer, policy_dir):
         make_trainer(aggregator="min_ppl", anchor=lambda messages: "x")
 
 
+def test_an_adapter_that_vllm_would_merge_is_refused_before_anything_is_loaded(make_trainer, policy_dir):
+    for mode in ("colocate", "server"):
+        changes = {"use_vllm": True, "vllm_mode": mode, "aggregator": "synthesis"}
+        with pytest.raises(ValueError, match=r"use_vllm=True merges the adapter.*pass anchor= \(an endpoint"):
+            make_trainer(peft_config=lora(), **changes)
+        with pytest.raises(ValueError, match="use_vllm=True merges the adapter"):
+            make_trainer(trained_adapter(policy_dir), **changes)
+
+
+def test_a_moving_reference_model_is_refused_only_where_an_anchor_is_asked_for(make_trainer):
+    assert make_trainer(sync_ref_model=True, aggregator="first").args.sync_ref_model
+    assert make_trainer(
+        sync_ref_model=True, reward_weight=0.0, reward_funcs=[lambda prompts, **row: [0.0] * len(prompts)]
+    )
+
+
 def test_an_anchor_without_room_for_the_rollouts_is_refused_before_training(make_trainer, tiny_llama_dir):
     with pytest.raises(ValueError, match="4 rollouts do not fit into the anchor's context of 512 tokens"):
         make_trainer(str(tiny_llama_dir), aggregator="synthesis")

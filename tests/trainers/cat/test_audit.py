@@ -102,9 +102,17 @@ def test_a_new_run_puts_the_log_of_the_old_one_aside(make_trainer):
     assert len(again._audit.verdicts.rows()) == 120
 
 
+def test_training_once_more_numbers_and_seeds_its_groups_as_the_first_time(make_trainer):
+    trainer = make_trainer(**RUBRIC)
+    trainer.train()
+    first = [(row["step"], row["group"], row["reference_meta"]) for row in trainer._audit.groups.rows()]
+    trainer.train()
+    assert [(row["step"], row["group"], row["reference_meta"]) for row in trainer._audit.groups.rows()] == first
+
+
 def test_what_was_evaluated_before_training_stays(tmp_path):
     log = AuditLog(tmp_path)
-    group = Group("p", ["a"], ["1"])
+    group = Group("\ud800 é", ["a"], ["1"])  # half a surrogate pair, as JSON may hold
     outcome = Outcome(Reference("1", "1"), "match", [1.0], verdicts=[[True]])
     about = {"aggregator": "first", "judge": None, "templates": {}}
     log.write("eval", 0, 0, [group], [outcome], about)
@@ -115,7 +123,7 @@ def test_what_was_evaluated_before_training_stays(tmp_path):
     log.write("train", 2, 0, [group], [outcome], about)
     log.begin(1)
     assert [(row["mode"], row["step"]) for row in log.verdicts.rows()] == [("eval", 0), ("train", 1), ("eval", 1)]
-    assert len(log.groups.rows()) == 3
+    assert len(log.groups.rows()) == 3 and log.groups.rows()[0]["prompt"] == "\ud800 é"
 
 
 RUN = """
@@ -123,10 +131,10 @@ import os, signal, sys
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 from datasets import Dataset
 from transformers import TrainerCallback
-from hf_ext.trainers.cat import CaTConfig, CaTTrainer
+from hf_ext.trainers.cat import CallableJudge, CaTConfig, CaTTrainer
 
-def judge(items):
-    return [sum(item.completion.encode()) % 3 > 0 for item in items]
+def grade(items):
+    return [1 + sum((item.completion + item.reference).encode()) % 10 for item in items]
 
 class Kill(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
@@ -135,26 +143,27 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 args = CaTConfig(
-    sys.argv[2], reward="rubric", num_generations=4, per_device_train_batch_size=8, max_completion_length=8,
+    sys.argv[2], reward="auto", on_rubric_failure="judge_score",
+    num_generations=4, per_device_train_batch_size=8, max_completion_length=8,
     max_steps=6, save_strategy="steps", save_steps=2, learning_rate=1e-3, use_cpu=True, bf16=False,
-    gradient_checkpointing=False, report_to=[], disable_tqdm=True, logging_steps=1, min_rubrics=2, max_rubrics=2,
+    gradient_checkpointing=False, report_to=[], disable_tqdm=True, logging_steps=1, rubric_max_new_tokens=4,
     anchor_temperature=0.0, rubric_retries=0,
 )
 # One epoch: over the end of one, the host's own sampler does not resume in the order of the whole run.
-data = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(16)]})
-class Anchor:
-    name = "scripted"
-    def complete(self, conversations, **sampling):
-        from hf_ext.chat import ChatReply
-        texts = ["- short text\\n- no errors" if "criteria" in c[0]["content"] else "ref" for c in conversations]
-        return [ChatReply(text, "stop") for text in texts]
-trainer = CaTTrainer(sys.argv[1], args=args, train_dataset=data, judge=judge, anchor=Anchor(), callbacks=[Kill()])
+data = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(16)], "domain": ["open", "verifiable"] * 8})
+# The anchor is the initial policy: what it writes after a resume says whether it still is.
+trainer = CaTTrainer(
+    sys.argv[1], args=args, train_dataset=data, judge=CallableJudge(len, grade), callbacks=[Kill()],
+    answer_extractor=lambda text: str(sum(text.encode()) % 2),
+)
 trainer.train(resume_from_checkpoint=len(sys.argv) > 4)
 """
 
 
 @pytest.mark.slow
-def test_a_killed_run_has_every_finished_step_and_its_resume_neither_doubles_nor_loses_a_row(policy_dir, tmp_path):
+def test_a_killed_run_has_every_finished_step_and_its_resume_has_the_same_anchor_and_no_row_twice(
+    policy_dir, tmp_path
+):
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(RUN))
 
@@ -171,7 +180,7 @@ def test_a_killed_run_has_every_finished_step_and_its_resume_neither_doubles_nor
         return [json.loads(line) for line in (tmp_path / folder / name).read_text().splitlines()]
 
     assert {row["step"] for row in rows("killed")} >= {1, 2, 3, 4, 5}
-    assert all(sum(row["step"] == step for row in rows("killed")) == 2 * 4 * 2 for step in range(1, 6))
+    assert all(sum(row["step"] == step for row in rows("killed")) == 2 * 4 for step in range(1, 6))
     with open(tmp_path / "killed" / "cat_audit.jsonl", "ab") as file:
         file.write(b'{"mode": "train", "st')  # the kill may fall into a write
 
@@ -183,6 +192,9 @@ def test_a_killed_run_has_every_finished_step_and_its_resume_neither_doubles_nor
         for row in (*want, *got):
             row.pop("cached", None)  # what is in memory does not outlive a process
         assert got == want
+    references = [row["reference"] for row in rows("whole", "cat_groups.jsonl")]
+    assert len(set(references)) > 6  # written by a model, not by a script
+    assert {row["kind"] for row in rows("whole")} == {"match", "judge_score"}
     ends = [
         next((tmp_path / folder / "checkpoint-6").glob("*.safetensors")).read_bytes() for folder in ("whole", "killed")
     ]
