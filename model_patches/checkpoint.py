@@ -69,6 +69,8 @@ def write_patched(
         ValueError: Not a checkpoint that can be patched.
     """
     dst = Path(dst)
+    if Path.cwd().is_relative_to(dst.resolve()):  # it would be replaced under the caller's feet
+        raise ValueError(f"{dst} is the folder that you are in, or above it; name a folder to make")
     if dst.exists() and not overwrite and (not dst.is_dir() or any(dst.iterdir())):
         raise FileExistsError(f"{dst} exists; name another folder, or replace it with --overwrite (overwrite=True)")
     folder, hub_id = _locate(src)

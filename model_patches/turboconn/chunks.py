@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate, find_packed_sequence_indices
 
+MASKED = -1e3  # what is added to a score to forbid it, or less: exp() of it is zero in every type
 SLICED = ("sdpa", "eager")  # attention that takes a ready 4-D mask, so that a chunk's is a slice of the whole
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # how callers tell flash attention of packed rows
 
@@ -81,15 +82,15 @@ def allowed_by_mask(mask: torch.Tensor, past: int, group_size: int) -> torch.Ten
     """Whether each token may attend to the one `group_size` places before it.
 
     Args:
-        mask: `[B, 1 or H, n, past + n]`: True where attention is allowed, or a float that is added to the scores, far
-            below zero where it is not.
+        mask: `[B, 1 or H, n, past + n]`: True where attention is allowed, or a float that is added to the scores,
+            `MASKED` or less where it is not.
         past: Tokens before the `n`.
         group_size: `g`.
 
     Returns:
         `[B, n]`, False too where there is no such token.
     """
-    allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+    allowed = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > MASKED
     keys = torch.arange(mask.shape[2], device=mask.device) + past - group_size
     found = allowed.gather(-1, keys.clamp(min=0)[None, :, None].expand(mask.shape[0], -1, 1))[..., 0]
     return found & (keys >= 0)
@@ -204,7 +205,7 @@ def joined(outputs: list[Any], past: int) -> Any:
     if last.get("hidden_states") is not None:
         layers = zip(*(output.hidden_states for output in outputs), strict=True)
         last["hidden_states"] = tuple(None if parts[0] is None else torch.cat(parts, dim=1) for parts in layers)
-    if last.get("attentions") is not None:
+    if last.get("attentions"):  # sdpa records none
         total = past
         for output in outputs:
             total += output.attentions[0].shape[-2]

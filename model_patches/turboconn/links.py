@@ -74,6 +74,11 @@ class LinksInto(nn.Module):
             self.gate_weight = nn.Parameter(torch.empty(number, hidden_size))
             self.gate_bias = nn.Parameter(torch.empty(number))
 
+    @property
+    def last(self) -> torch.Tensor:
+        """The weight that is applied last: `weight`, or `up` of low rank."""
+        return self.weight if self.rank is None else self.up
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the weights to where they start, but for those that a checkpoint has filled: links that add nothing."""
@@ -91,11 +96,13 @@ class LinksInto(nn.Module):
         """What the links add to the target layer's input.
 
         Args:
-            states: `[S, B, n, d]`, normalised, in the weights' type.
+            states: `[S, B, n, d]`, normalised, in the weights' type; brought to their device here, as the hooks that
+                offload weights put them there just before this call.
 
         Returns:
             `[B, n, d]`: the sum over the sources of `alpha * U x`.
         """
+        states = states.to(self.last.device)
         if len(self.rows) == 1:
             chosen = states[self.rows[0] : self.rows[0] + 1]
         else:
@@ -114,7 +121,7 @@ class LinksInto(nn.Module):
             chosen = torch.matmul(chosen.reshape(number, batch * length, width), down)
             chosen = chosen.view(number, batch, length, self.rank)
         flat = chosen.permute(1, 2, 0, 3).flatten(2)
-        return F.linear(flat, self.weight if self.rank is None else self.up)
+        return F.linear(flat, self.last)
 
 
 class TurboLinks(nn.Module):
@@ -155,8 +162,7 @@ class TurboLinks(nn.Module):
         if valid is not None:
             states = states * valid[None, ..., None]
         links = list(self._modules.values())
-        weight = links[0].weight if links[0].rank is None else links[0].up
-        states = states.to(device=weight.device, dtype=weight.dtype)
+        states = states.to(links[0].last.dtype)
         return [link(states) for link in links]
 
 

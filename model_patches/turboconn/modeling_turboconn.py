@@ -9,6 +9,7 @@ round the `forward` of the latter. It calls the library's `forward` once per chu
 
 import functools
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,11 +50,19 @@ class _Run:
     """What one backbone and its hooks share: what to add to targets, and what sources have written."""
 
     def __init__(self) -> None:
+        # Of a pass: threads (a server's, or DataParallel's replicas, which share this object) take turns.
+        self.lock = threading.RLock()
         self.on = True
         self.added: list[torch.Tensor] | None = None
         self.taken: list[torch.Tensor | None] | None = None
         self.gap: float | None = None  # Jacobi's last measured error
         self.calls = 0  # training passes since that measurement
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, lock=threading.RLock())
 
 
 class _WithLinks:
@@ -179,14 +188,15 @@ class TurboBackbone(_WithLinks):
             The base's output, and what the sources wrote, `[S, B, n, d]`.
         """
         run = self.turbo_run
-        run.added = None if states is None else self.turbo_links(states, valid)
-        run.taken = [None] * len(self.turbo_sources)
-        try:
-            output = self._call(**inputs)
-            device = run.taken[0].device  # layers may lie on several
-            return output, torch.stack([taken.to(device) for taken in run.taken])
-        finally:
-            run.added = run.taken = None
+        added = None if states is None else self.turbo_links(states, valid)
+        with run.lock:
+            run.added, run.taken = added, [None] * len(self.turbo_sources)
+            try:
+                output = self._call(**inputs)
+                device = run.taken[0].device  # layers may lie on several
+                return output, torch.stack([taken.to(device) for taken in run.taken])
+            finally:
+                run.added = run.taken = None
 
     # --- parallel passes -------------------------------------------------------------------------------------------
 

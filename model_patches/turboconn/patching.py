@@ -1,5 +1,6 @@
 """`patch` and `unpatch`: put links on a loaded model, and take them off again. In place; the weights are shared."""
 
+import copy
 import os
 from typing import Any
 
@@ -29,14 +30,19 @@ def patch(model: PreTrainedModel | str | os.PathLike, config: TurboConnConfig | 
             fit the model.
     """
     config = TurboConnConfig() if config is None else config
+    if not isinstance(config, TurboConnConfig):
+        raise ValueError(f"config is {config!r}; it must be a TurboConnConfig, such as TurboConnConfig(rank=64)")
     if isinstance(model, str | os.PathLike):
         model = AutoModelForCausalLM.from_pretrained(model, **kwargs)
     elif kwargs:
         raise ValueError(f"{', '.join(kwargs)}: loading options need the name or folder of a model, not a loaded one")
     model_type = check(model, config)
     reference = model.get_input_embeddings().weight
-    model.config.__class__ = model_config_class(model_type)
-    model.config.turboconn = config.to_dict()
+    own = copy.deepcopy(model.config)  # the given one may be that of other models too
+    for module in [module for module in model.modules() if getattr(module, "config", None) is model.config]:
+        module.config = own
+    _set_config_class(own, model_config_class(model_type))
+    own.turboconn = config.to_dict()
     model.__class__ = causal_class(type(model))
     model.model.__class__ = backbone_class(type(model.model))
     model.model.setup_links()
@@ -107,5 +113,10 @@ def unpatch(model: Any) -> Any:
     config = model.config
     del config.turboconn
     config.__dict__.pop("auto_map", None)  # which saving has written, for the patched classes
-    config.__class__ = type(config).turboconn_base
+    _set_config_class(config, type(config).turboconn_base)
     return model
+
+
+def _set_config_class(config: PreTrainedConfig, cls: type) -> None:
+    config.__class__ = cls
+    config.__dict__.pop("model_type", None)  # which loading writes over the class's own

@@ -148,3 +148,14 @@ def test_a_killed_run_leaves_no_folder_that_looks_complete(source, tmp_path, mon
     monkeypatch.setattr(checkpoint, "write_text", killed)  # the card, which is written last
     run("turboconn", source, tmp_path / "turbo", code=130)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "turbo.partial"]
+
+
+@pytest.mark.parametrize("destination", [".", ".."])
+def test_the_folder_one_stands_in_is_not_replaced(destination, source, tmp_path, monkeypatch, capsys):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    monkeypatch.chdir(inside)
+    run("turboconn", source, destination, "--overwrite", code=1)
+    error = capsys.readouterr().err
+    assert f"{destination} is the folder that you are in" in error and error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inside", "source"]

@@ -111,6 +111,11 @@ def test_models_that_cannot_be_patched_are_refused_by_name(tiny, linked, tiny_ll
     assert type(bidirectional).__name__ == "Gemma3ForCausalLM"
 
 
+def test_settings_of_another_kind_are_refused(tiny):
+    with pytest.raises(ValueError, match=r"config is {'rank': 3}; it must be a TurboConnConfig"):
+        patch(tiny(), {"rank": 3})
+
+
 def test_a_class_of_the_same_name_from_elsewhere_is_refused(tiny):
     model = tiny()
     model.__class__ = type("LlamaForCausalLM", (type(model),), {})

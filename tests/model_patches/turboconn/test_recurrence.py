@@ -1,5 +1,7 @@
 """What a patched model computes: the base at the start, and with links a recurrence that no chunking changes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -239,3 +241,47 @@ def test_the_cache_comes_back_when_it_is_asked_for_only(linked, ids):
         assert model(tokens, cache=cache, use_cache=True).cache is cache
         with pytest.warns(FutureWarning, match="past_key_values"):
             model.model(tokens, past_key_values=DynamicCache(), use_cache=True)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, float("-inf")])
+def test_a_mask_of_floats_rules_links_however_low_its_floats_are(low, linked, ids):
+    model, tokens = linked(scale=0.3), ids(1, 6)
+    allowed = torch.ones(6, 6, dtype=torch.bool).tril()
+    allowed[3:, :3] = False
+    floats = torch.zeros(6, 6).masked_fill(~allowed, low)
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=allowed[None, None]).logits
+        assert (model(tokens, attention_mask=floats[None, None]).logits - expected).abs().max() < ROUNDING
+
+
+def test_attentions_that_sdpa_does_not_record_are_none_of_ours(linked, tiny, ids):
+    options = {"output_attentions": True, "output_hidden_states": True}
+    with torch.no_grad():
+        found, expected = linked()(ids(), **options), tiny()(ids(), **options)
+    assert found.attentions == expected.attentions == () and len(found.hidden_states) == 5
+
+
+def test_threads_take_turns(linked, ids):
+    # Hooks have one place to read from: two passes at once would take each other's states.
+    model, rows = linked(scale=0.3), [ids(1, 24, seed=seed) for seed in range(3)]
+
+    def logits(tokens):
+        with torch.no_grad():
+            return [model(tokens).logits for _ in range(3)]
+
+    expected = [logits(tokens)[0] for tokens in rows]
+    with ThreadPoolExecutor(len(rows)) as pool:
+        for found, right in zip(pool.map(logits, rows), expected, strict=True):
+            assert all(torch.equal(one, right) for one in found)
+
+
+def test_weights_that_are_offloaded_between_calls_are_used(linked, ids):
+    from accelerate import cpu_offload
+
+    for fields in ({}, {"links": "all", "rank": 3, "gate": "input"}):
+        model, tokens = linked(scale=0.3, **fields), ids()
+        with torch.no_grad():
+            expected = model(tokens).logits
+            cpu_offload(model, execution_device=torch.device("cpu"))
+            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+            assert torch.equal(model(tokens).logits, expected)

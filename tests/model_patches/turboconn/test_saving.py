@@ -222,3 +222,29 @@ def test_patch_loads_a_folder_by_its_name(tiny_llama_dir, tmp_path):
     assert type(model).__name__ == "TurboConnLlamaForCausalLM" and model.dtype == torch.bfloat16
     assert model.model.turbo_links.into_0.weight.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tiny_llama_dir)("a").input_ids
+
+
+def test_a_model_loaded_by_its_own_code_is_unpatched_and_patched_again(linked, tiny, ids, tmp_path):
+    linked().save_pretrained(tmp_path / "turbo")
+    loaded, _ = load(tmp_path / "turbo")
+    assert loaded.config.model_type == "turboconn_llama"
+    unpatch(loaded)
+    assert loaded.config.model_type == "llama" and type(loaded) is type(tiny())
+    loaded.save_pretrained(tmp_path / "base")
+    again = patch(str(tmp_path / "base"), TurboConnConfig(links="sparse")).eval()
+    assert again.config.model_type == "turboconn_llama"  # and not what loading has written into the config
+    patch(loaded.eval(), TurboConnConfig(links="sparse"))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids()).logits, again(ids()).logits)
+
+
+def test_another_model_of_the_same_config_is_left_alone(tiny, tmp_path):
+    first = tiny()
+    second = type(first)(first.config)
+    patch(first, TurboConnConfig())
+    assert type(second.config).__name__ == "LlamaConfig" and not hasattr(second.config, "turboconn")
+    held = [module.config for module in first.modules() if hasattr(module, "config")]
+    assert len(held) > 2 and all(config is first.config for config in held)
+    second.save_pretrained(tmp_path)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(second)
+    patch(second, TurboConnConfig())
