@@ -222,10 +222,17 @@ def test_peft_merges_a_layer_alone_as_it_does_in_a_model():
         dense = sum(adapter[name][1] @ adapter[name][0] for adapter in adapters)
         left, values, right = torch.linalg.svd(dense, full_matrices=False)
         torch.testing.assert_close(b @ a, left[:, :4] * values[:4] @ right[:4], rtol=1e-3, atol=1e-3)
-    full = methods.merge(methods.METHODS["full ties"], adapters, 4, 0.5, 0)
-    peft = methods.merge(methods.METHODS["peft ties_svd"], adapters, 4, 0.5, 0)
-    for name in full:
-        torch.testing.assert_close(full[name][1] @ full[name][0], peft[name][1] @ peft[name][0], rtol=1e-3, atol=1e-3)
+
+
+def test_merges_that_the_card_calls_the_same_are_the_same():
+    adapters = random_factors(3, 1)
+    names = [("full ties", "peft ties_svd"), ("core linear", "peft svd")]
+    pairs = [(methods.METHODS[one], methods.METHODS[two]) for one, two in names]
+    pairs.append((methods.METHODS["core tsv"], methods.Method("full", "tsv")))
+    for one, two in pairs:
+        first, second = (methods.merge(method, adapters, 4, 0.5, 0) for method in (one, two))
+        for name, (a, b) in first.items():
+            torch.testing.assert_close(b @ a, second[name][1] @ second[name][0], rtol=1e-3, atol=1e-3)
 
 
 def test_every_method_gives_one_adapter_of_the_rank_asked_for():
