@@ -73,7 +73,7 @@ def adapter_cost(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, int]
     """
 
     def tile(row: dict[str, Any]) -> tuple:
-        return (*(row["tile"].get(key) for key in ("BLOCK_M", "BLOCK_N", "HEAD_DIM", "SPLIT")), row["threads"])
+        return (*(row["tile"].get(key) for key in ("BLOCK_M", "BLOCK_N", "HEAD_DIM")), row["threads"])
 
     known = {
         (row["name"].partition("-k")[0], row["target"], tile(row)): row for row in rows if "-k0-v0-" in row["name"]
