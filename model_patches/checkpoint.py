@@ -69,6 +69,9 @@ def write_patched(
         ValueError: Not a checkpoint that can be patched.
     """
     dst = Path(dst)
+    blocking = [parent for parent in dst.parents if parent.is_file()]
+    if blocking:
+        raise ValueError(f"{dst} cannot be made: {blocking[0]} is a file; name another folder")
     if Path.cwd().is_relative_to(dst.resolve()):  # it would be replaced under the caller's feet
         raise ValueError(f"{dst} is the folder that you are in, or above it; name a folder to make")
     if dst.exists() and not overwrite and (not dst.is_dir() or any(dst.iterdir())):

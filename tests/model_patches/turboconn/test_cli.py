@@ -159,3 +159,9 @@ def test_the_folder_one_stands_in_is_not_replaced(destination, source, tmp_path,
     error = capsys.readouterr().err
     assert f"{destination} is the folder that you are in" in error and error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inside", "source"]
+
+
+def test_a_destination_below_a_file_is_refused_before_the_weights_are_read(source, tmp_path, capsys):
+    (source / "model.safetensors").write_bytes(b"")
+    run("turboconn", source, source / "LICENSE" / "turbo", code=1)
+    assert "LICENSE is a file; name another folder" in capsys.readouterr().err
