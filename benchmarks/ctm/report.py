@@ -310,7 +310,7 @@ def _plot_accuracy(merges: Merges, path: Path) -> str:
     panels = list(merges.items())
     height = 0.27 * max(len(group) for _, group in panels) + 1.4
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(6.6 * len(panels), height), squeeze=False, layout="constrained"
+        1, len(panels), figsize=(7.6 * len(panels), height), squeeze=False, layout="constrained"
     )
     for ax, ((case, rank), group) in zip(axes[0], panels):
         names = sorted(group, key=lambda name: mean(map(average, group[name])))
@@ -335,8 +335,8 @@ def _plot_accuracy(merges: Merges, path: Path) -> str:
         ax.set_ylim(-0.7, len(names) - 0.3)
         ax.grid(True, axis="x", alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.set_xlabel("accuracy, % of the task's own adapter (± standard error over seeds)")
-        ax.set_title(f"{case} start, rank {rank}: mean of four tasks (dot), worst (triangle)", loc="left", fontsize=10)
+        ax.set_xlabel("accuracy, % of the task's own adapter's (± s.e. over seeds)")
+        ax.set_title(f"{case} start, rank {rank}: mean task (dot), worst task (triangle)", loc="left", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path.name
