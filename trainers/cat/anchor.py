@@ -371,11 +371,6 @@ def _initial_policy(
             freeze_adapter(policy)
             return PolicyAnchor(trainer, FROZEN_ADAPTER, **common)
         return PolicyAnchor(trainer, "off", **common)
-    if trainer.args.sync_ref_model:
-        raise ValueError(
-            "sync_ref_model=True moves the reference model, so it cannot be the frozen anchor; pass anchor= (a model, "
-            'a path, an endpoint, or "policy" for one that moves), or set sync_ref_model=False'
-        )
     source = trainer.args.anchor_source
     named = {**common, "name": f"initial:{get_config_model_id(policy.config)}"}
     if passed_instance and source != "path":

@@ -55,7 +55,8 @@ class CaTTrainer(GRPOTrainer):
             with `name` and `judge(items)`, a path of a model, a function of a list of [`JudgeItem`], or `"anchor"`.
         anchor (*optional*):
             Another anchor: a model, its path, a chat back end of `hf_ext.chat`, `fn(messages) -> str`, or `"policy"`
-            for the policy as it moves. It generates with transformers in this process, whatever makes the rollouts.
+            for the policy as it moves. It generates with transformers in this process, whatever makes the rollouts;
+            with an adapter and `use_vllm=True` one must be given.
         answer_extractor (`Callable`, *optional*):
             `fn(text) -> str | None` in place of `hf_ext.trainers.answers.extract_answer`.
     """

@@ -171,6 +171,8 @@ class CachedJudge:
     def _ask(self, items: list[JudgeItem], graded: bool) -> list[Verdict]:
         try:
             answers = self.inner.grade(items) if graded else self.inner.judge(items)
+            if hasattr(answers, "tolist"):  # an array or a tensor
+                answers = answers.tolist()
             if not isinstance(answers, (list, tuple)) or len(answers) != len(items):
                 size = f"{len(answers)} of them" if hasattr(answers, "__len__") else type(answers).__name__
                 raise JudgeError(f"the judge {self.name} was asked for {len(items)} verdicts and returned {size}")

@@ -51,8 +51,18 @@ class Outcome:
 
 
 def answer_finder(extract: Callable[[str], str | None], strip: bool) -> Callable[[str], str | None]:
-    """An extractor of final answers that does not look into thinking parts, if they are to be stripped."""
-    return (lambda text: extract(strip_thinking(text))) if strip else extract
+    """An extractor of final answers that does not look into thinking parts, if they are to be stripped.
+
+    What it gives raises a `TypeError` where `extract` finds something that is no text.
+    """
+
+    def answer_of(text: str) -> str | None:
+        answer = extract(strip_thinking(text) if strip else text)
+        if answer is not None and not isinstance(answer, str):
+            raise TypeError(f"answer_extractor returned {answer!r:.60}; it must return a text, or None for no answer")
+        return answer
+
+    return answer_of
 
 
 class Scorer:

@@ -240,6 +240,25 @@ def test_a_moving_reference_model_is_refused_only_where_an_anchor_is_asked_for(m
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_a_resume_restores_the_frozen_adapter_and_not_the_one_that_the_new_process_began_with(
+    beta, make_trainer, policy_dir, kit
+):
+    changes = {"aggregator": "synthesis", "answer_extractor": kit.parity, "beta": beta, "learning_rate": 0.01}
+    torch.manual_seed(1)
+    first = make_trainer(trained_adapter(policy_dir), save_strategy="steps", save_steps=2, **changes)
+    start = logits(first._scorer.tools.anchor)
+    first.train()
+    del changes["beta"], changes["learning_rate"]
+    torch.manual_seed(2)
+    again = make_trainer(trained_adapter(policy_dir), args=first.args, **changes)
+    assert not torch.equal(logits(again._scorer.tools.anchor), start)  # its adapter is random, and another
+    again.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-2")
+    assert torch.equal(logits(again._scorer.tools.anchor), start)
+    assert kit.differing(kit.weights(first.model), kit.weights(again.model)) == []
+
+
 def test_an_anchor_without_room_for_the_rollouts_is_refused_before_training(make_trainer, tiny_llama_dir):
     with pytest.raises(ValueError, match="4 rollouts do not fit into the anchor's context of 512 tokens"):
         make_trainer(str(tiny_llama_dir), aggregator="synthesis")

@@ -147,11 +147,11 @@ args = CaTConfig(
     num_generations=4, per_device_train_batch_size=8, max_completion_length=8,
     max_steps=6, save_strategy="steps", save_steps=2, learning_rate=1e-3, use_cpu=True, bf16=False,
     gradient_checkpointing=False, report_to=[], disable_tqdm=True, logging_steps=1, rubric_max_new_tokens=4,
-    anchor_temperature=0.0, rubric_retries=0,
+    rubric_retries=0,
 )
 # One epoch: over the end of one, the host's own sampler does not resume in the order of the whole run.
 data = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(16)], "domain": ["open", "verifiable"] * 8})
-# The anchor is the initial policy: what it writes after a resume says whether it still is.
+# The anchor is the initial policy, and samples from seeds of its own: what it writes says whether it still is.
 trainer = CaTTrainer(
     sys.argv[1], args=args, train_dataset=data, judge=CallableJudge(len, grade), callbacks=[Kill()],
     answer_extractor=lambda text: str(sum(text.encode()) % 2),

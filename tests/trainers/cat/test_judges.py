@@ -225,6 +225,9 @@ def test_verdicts_of_many_kinds_are_read_and_others_are_errors():
     found = judge([item(str(i)) for i in range(len(answers))])
     assert [v.value for v in found] == [True, False, True, False, None, True, None, None, None]
     assert [bool(v.error) for v in found] == [False] * 6 + [True, True, False]
+    for array in (np.array([True, False]), torch.tensor([1, 0])):
+        found = CachedJudge(Counting(array))([item("a"), item("b")])
+        assert [v.value for v in found] == [True, False]
     grades = CachedJudge(CallableJudge(len, grade=lambda items: [7, "8/10", 0, None]))
     found = grades([item("", reference=str(i)) for i in range(4)])
     assert [v.value for v in found] == [7.0, 8.0, None, None] and found[2].error

@@ -216,6 +216,11 @@ def test_without_any_answer_a_group_has_no_reward(aggregator, make_trainer):
     assert last(trainer)["cat/reference_fail"] == 1.0
 
 
+def test_an_extractor_that_returns_no_text_is_named(make_trainer):
+    with pytest.raises(TypeError, match="answer_extractor returned 7; it must return a text, or None"):
+        make_trainer(rollouts=["7"], aggregator="majority", answer_extractor=lambda text: 7).train()
+
+
 @pytest.mark.parametrize("rule", ["skip", "judge_score", "raise"])
 def test_when_there_is_no_rubric(rule, make_trainer):
     judge = CallableJudge(table, grade=lambda items: [1 + 3 * "pqrs".index(item.completion) for item in items])
