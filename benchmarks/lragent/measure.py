@@ -84,10 +84,11 @@ def llama_8b_report(agents: int, rank: int, tokens: int, generated: int, mode: s
     model = get_peft_model(base, lora, adapter_name="agent0", autocast_adapter_dtype=False)
     for number in range(1, agents):
         model.add_adapter(f"agent{number}", lora, autocast_adapter_dtype=False)
-    if mode == "base_lr_shared":
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                parameter.data.fill_(0.01)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # or adapters of one A would have one content, and be one agent
+            torch.nn.init.normal_(parameter, std=0.01)
+        elif "lora_A" in name and mode == "base_lr_shared":
+            parameter.data.fill_(0.01)
     model.eval()
     enable_lragent(model)
     cache = LRAgentCache(model, mode=mode)

@@ -8,6 +8,7 @@ follow from the linearity of the projection and of the rotation.
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 __all__ = ["attend", "causal_mask", "common_prefix", "expand", "rebuild_keys", "rotate"]
 
@@ -28,13 +29,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     width = cos.shape[-1]
     turned, rest = x[..., :width], x[..., width:]
-    if layout == "half":
-        first, second = turned.chunk(2, dim=-1)
-        partner = torch.cat([-second, first], dim=-1)
-    else:
-        partner = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+    partner = _partner(turned, layout)
     turned = turned * cos + partner * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def _partner(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What the sine of a rotation multiplies: of two channels (a, b) that turn together, (-b, a)."""
+    if layout == "half":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([-second, first], dim=-1)
+    return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+
+
+def _by_head(b: torch.Tensor, scale: float, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """s B^T of each head, [heads, r, D]."""
+    scaled = (scale * b.to(torch.promote_types(torch.float32, dtype))).to(dtype)
+    return scaled.unflatten(0, (heads, -1)).transpose(-1, -2)
 
 
 def expand(u: torch.Tensor, b: torch.Tensor, scale: float, heads: int) -> torch.Tensor:
@@ -49,8 +60,7 @@ def expand(u: torch.Tensor, b: torch.Tensor, scale: float, heads: int) -> torch.
     Returns:
         [B, heads, T, D] in the dtype of u.
     """
-    full = u @ (scale * b.to(torch.promote_types(torch.float32, u.dtype))).to(u.dtype).T
-    return full.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return u[:, None] @ _by_head(b, scale, heads, u.dtype)
 
 
 def rebuild_keys(
@@ -73,10 +83,19 @@ def rebuild_keys(
     Returns:
         [B, H, T, D] in the dtype of base.
     """
-    part = expand(u, b, scale, base.shape[1])
-    if cos is not None:
-        part = rotate(part, cos, sin, layout)
-    return base + part.to(base.dtype)
+    weight = _by_head(b, scale, base.shape[1], u.dtype)
+    if cos is None:
+        return base + (u[:, None] @ weight).to(base.dtype)
+    # As the rotation is linear, its partner channels can be taken of B, once, and not of every token: in PyTorch that
+    # leaves two small products and two sums.
+    width = cos.shape[-1]
+    partner = _partner(weight[..., :width], layout)
+    if rest := weight.shape[-1] - width:
+        partner, sin = F.pad(partner, (0, rest)), F.pad(sin, (0, rest))
+        cos = F.pad(cos, (0, rest), value=1.0)
+    cos, sin = cos[:, None].to(base.dtype), sin[:, None].to(base.dtype)
+    keys = torch.addcmul(base, (u[:, None] @ weight).to(base.dtype), cos)
+    return keys.addcmul_((u[:, None] @ partner).to(base.dtype), sin)
 
 
 def attend(

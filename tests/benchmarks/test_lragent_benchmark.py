@@ -76,6 +76,7 @@ def test_rows_are_complete_a_rerun_adds_none_and_the_report_has_their_figures(ti
     read = {(row["mode"], row["read"]) for row in kinds["kl"]}
     assert read == {("full", 10), ("base_lr_shared", 10), ("base_shared", 50)}
     assert all(1 < row["bytes"] / row["one_full_bytes"] < 1.8 for row in kinds["memory"])
+    assert all(row["full_bytes"] == 2 * row["one_full_bytes"] for row in kinds["memory"])  # there are two agents
     run.main(kinds="memory,kl,ttft", seeds=1, threads=1, out=out)
     assert len(read_rows(out)) == len(rows)
     text = report.section(rows, tiny / "plots")
