@@ -118,7 +118,7 @@ def lragent_attention(
         turn = (low.cos, low.sin) if low.layout else (None, None)
         key = rebuild_keys(key, low.u_k, low.b_k, low.scale_k, *turn, low.layout or "half")
     if low.u_v is not None:
-        value = value + expand(low.u_v, low.b_v, low.scale_v, value.shape[1]).to(value.dtype)
+        value = expand(low.u_v, low.b_v, low.scale_v, value.shape[1]).to(value.dtype).add_(value)
     if attention_mask is None and query.shape[2] != key.shape[2]:
         # SDPA's own causal mask begins at the first token, not at the first that is new.
         attention_mask = causal_mask(query.shape[2], key.shape[2], None, device=query.device)

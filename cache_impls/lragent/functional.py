@@ -87,15 +87,15 @@ def rebuild_keys(
     if cos is None:
         return base + (u[:, None] @ weight).to(base.dtype)
     # As the rotation is linear, its partner channels can be taken of B, once, and not of every token: in PyTorch that
-    # leaves two small products and two sums.
+    # leaves two small products, and nothing else is allocated.
     width = cos.shape[-1]
     partner = _partner(weight[..., :width], layout)
     if rest := weight.shape[-1] - width:
         partner, sin = F.pad(partner, (0, rest)), F.pad(sin, (0, rest))
         cos = F.pad(cos, (0, rest), value=1.0)
     cos, sin = cos[:, None].to(base.dtype), sin[:, None].to(base.dtype)
-    keys = torch.addcmul(base, (u[:, None] @ weight).to(base.dtype), cos)
-    return keys.addcmul_((u[:, None] @ partner).to(base.dtype), sin)
+    part = (u[:, None] @ weight).to(base.dtype).mul_(cos)
+    return part.addcmul_((u[:, None] @ partner).to(base.dtype), sin).add_(base)
 
 
 def attend(
