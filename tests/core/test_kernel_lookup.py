@@ -57,7 +57,7 @@ def test_the_hub_is_never_the_automatic_choice(monkeypatch):
 
 
 def test_unknown_names_and_sources_are_errors_that_say_what_would_work(monkeypatch):
-    with pytest.raises(ValueError, match=r"'mxfp8'; known kernels: mxfp4_gemm"):
+    with pytest.raises(ValueError, match=r"'mxfp8'; known kernels: .*mxfp4_gemm"):
         load_kernel("mxfp8")
     with pytest.raises(ValueError, match="source is 'gpu'; it must be one of auto, hub, bundled, reference"):
         load_kernel(NAME, "gpu")
@@ -132,5 +132,5 @@ def test_a_choice_is_logged_once(caplog):
 
 def test_every_known_kernel_is_bundled_and_an_unknown_one_is_named():
     assert set(kernel_lookup.KERNELS) <= set(kernel_folders())
-    with pytest.raises(ValueError, match="no bundled kernel 'mxfp8'; this installation has: mxfp4_gemm"):
+    with pytest.raises(ValueError, match="no bundled kernel 'mxfp8'; this installation has: .*mxfp4_gemm"):
         kernel_folder("mxfp8")
