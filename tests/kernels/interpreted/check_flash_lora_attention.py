@@ -399,7 +399,8 @@ def test_parts_cover_the_tokens_and_fill_the_device(configs):
 def test_every_problem_has_a_configuration(configs):
     for target, dtype, rows in itertools.product(configs.ALL, ("bf16", "fp16", "fp32"), (1, 16, 17, 10**6)):
         for head_dim, rank in itertools.product((8, 64, 80, 96, 128), (0, 1, 16, 64)):
-            assert configs.attend_entry(target, dtype, rows, head_dim, rank, rank)
+            for rotary in {0, rank and head_dim, rank and head_dim // 4}:
+                assert configs.attend_entry(target, dtype, rows, head_dim, rank, rank, rotary)
 
 
 # --- PyTorch ---------------------------------------------------------------------------------------------------------

@@ -28,29 +28,47 @@ def aot_configs() -> list[dict]:
         for rank_k, rank_v in ((16, 16), (0, 16), (0, 0)):
             found += _attend("bf16", rows, 128, rank_k, rank_v, default=True)
         found += _attend("bf16", rows, 64, 16, 16, default=True)
-        for head_dim in (128, 64):
-            found += _attend("bf16", rows, head_dim, 64, 64)
-        found += _attend("bf16", rows, 128, 8, 8)
-        found += _attend("bf16", rows, 128, 16, 16, rotary=96)
-        found += _attend("bf16", rows, 80, 16, 16, rotary=32)
-        found += _attend("bf16", rows, 128, 16, 16, window=1024)
+        found += _attend("bf16", rows, 64, 0, 16)
+        for rank in (8, 32, 64):
+            found += _attend("bf16", rows, 128, rank, rank)
+        for rank_k, rank_v in ((32, 32), (64, 64)):
+            found += _attend("bf16", rows, 64, rank_k, rank_v)
+        for rank_k, rank_v in ((0, 64), (64, 0), (8, 64)):
+            found += _attend("bf16", rows, 128, rank_k, rank_v)
+        for head_dim, rotary in ((128, 96), (80, 32), (64, 16)):
+            for rank in (16, 32, 64):
+                found += _attend("bf16", rows, head_dim, rank, rank, rotary=rotary)
+        found += _attend("bf16", rows, 96, 16, 16)
+        found += _attend("bf16", rows, 128, 16, 16, rotary=0)
+        for rank in (16, 64):
+            found += _attend("bf16", rows, 128, rank, rank, window=1024)
+            found += _attend("bf16", rows, 64, rank, rank, window=1024)
+        found += _attend("bf16", rows, 128, 0, 16, window=1024)
+        found += _attend("bf16", rows, 128, 16, 16, causal=False)
         found += _attend("fp16", rows, 128, 16, 16)
-        found += _attend("fp32", rows, 128, 16, 16)
-    found += _attend("bf16", DECODE, 128, 16, 16, split=True)
-    found += _attend("bf16", PREFILL, 128, 0, 64)
+    for rank in (16, 32):
+        found += _attend("fp32", DECODE, 128, rank, rank)
+    found += _attend("fp32", DECODE, 64, 64, 64)
+    for rank in (16, 64):
+        found += _attend("bf16", DECODE, 128, rank, rank, split=True)
+    for rank_k, rank_v in ((16, 16), (64, 64), (0, 16)):
+        found += _attend("bf16", PREFILL, 128, rank_k, rank_v, split=True)
+    found += _attend("bf16", PREFILL, 64, 16, 16, split=True)
     return [*found, *_merge()]
 
 
-def _attend(dtype, rows, head_dim, rank_k, rank_v, **options) -> list[dict]:
+def _attend(dtype, rows, head_dim, rank_k, rank_v, *, rotary=None, **options) -> list[dict]:
     """The configuration for every target, one dict for those that share an entry."""
+    rotary = head_dim if rotary is None else rotary
+    sizes = (rows, head_dim, rank_k, rank_v, rotary if rank_k else 0)
     entries = {}
     for target in configs.ALL:
-        entry = configs.attend_entry(target, dtype, rows, head_dim, rank_k, rank_v)
-        key = tuple((name, value) for name, value in entry.items() if name != "targets")
-        entries.setdefault(key, []).append(target)
+        entry = configs.attend_entry(target, dtype, *sizes)
+        tile = tuple(entry[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "HALVES"))
+        entries.setdefault(tile, (entry, []))[1].append(target)
     return [
-        attend_config(dtype, rows, head_dim, rank_k, rank_v, {**dict(key), "targets": tuple(targets)}, **options)
-        for key, targets in entries.items()
+        attend_config(dtype, *sizes[:-1], {**entry, "targets": tuple(targets)}, rotary=rotary, **options)
+        for entry, targets in entries.values()
     ]
 
 

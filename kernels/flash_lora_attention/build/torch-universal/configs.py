@@ -1,4 +1,8 @@
-"""The launch configurations that ship, read by the launcher and the ahead-of-time check, and how work is cut."""
+"""The launch configurations that ship, read by the launcher and the ahead-of-time check, and how work is cut.
+
+Every entry compiles without spilling on each of its ``targets`` (all of ALL where the key is absent), but for float32
+with more than 64 channels and a rank above 32 on NVIDIA, which is correct and slow.
+"""
 
 ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -7,30 +11,49 @@ HEAD_DIM_UNIT = 8
 MAX_RANK = 64
 
 # The first entry that fits is used. `max_rows` bounds the rows of a KV head (queries times the query heads that share
-# it), `max_columns` the head dimension as it is padded, `max_rank` both ranks, `max_rank_k` that on keys. With HALVES,
-# keys are rebuilt as two halves that are rotated with each other, tokens along the rows; without, channels lie along
-# the rows and each is rotated by itself: more products, but spread over 8 warps where those of attention stand that
-# way.
+# it), `max_columns` the head dimension as it is padded, `max_rank` both ranks, `max_rank_k` that on keys; `part` is
+# False where keys that are rotated in part do not fit. With HALVES, keys are rebuilt as two halves that are rotated
+# with each other, tokens along the rows; without, channels lie along the rows and each is rotated by itself: more
+# products, but spread over 8 warps where those of attention stand that way.
 ATTEND = [
-    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "max_columns": 64, "HALVES": True, "BLOCK_M": 16, "BLOCK_N": 64,
-     "num_warps": 4, "num_stages": 2},
-    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "HALVES": True, "BLOCK_M": 16, "BLOCK_N": 32,
-     "num_warps": 4, "num_stages": 2},
-    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "HALVES": True, "BLOCK_M": 128, "BLOCK_N": 64,
-     "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
-    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 64,
-     "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
-    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 32,
-     "num_warps": 8, "num_stages": 2, "targets": ("gfx942",)},
-    {"dtypes": ("bf16", "fp16"), "HALVES": True, "BLOCK_M": 128, "BLOCK_N": 32,
-     "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
-    {"dtypes": ("bf16", "fp16"), "max_rank": 32, "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 32,
-     "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
-    {"dtypes": ("bf16", "fp16"), "max_rank_k": 0, "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 32,
-     "num_warps": 8, "num_stages": 2, "targets": ("gfx942",)},
-    {"dtypes": ("bf16", "fp16"), "HALVES": False, "BLOCK_M": 128, "BLOCK_N": 16,
-     "num_warps": 8, "num_stages": 2, "targets": ("sm_80", "gfx942")},
-    {"dtypes": ("fp32",), "HALVES": False, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 1},
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "max_columns": 64, "part": False, "HALVES": True,
+     "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "part": False, "HALVES": True,
+     "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "max_rank": 32, "HALVES": True,
+     "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "HALVES": True,
+     "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "part": False, "HALVES": True,
+     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
+    {"dtypes": ("bf16", "fp16"), "part": False, "HALVES": True,
+     "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
+    {"dtypes": ("bf16", "fp16"), "max_rank": 16, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
+    {"dtypes": ("bf16", "fp16"), "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2, "targets": ("sm_90", "sm_100")},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "max_rank": 16, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "max_rank": 32, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
+    {"dtypes": ("bf16", "fp16"), "max_rank": 16, "max_rank_k": 0, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
+    {"dtypes": ("bf16", "fp16"), "max_rank": 32, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
+    {"dtypes": ("bf16", "fp16"), "HALVES": True,
+     "BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("sm_80",)},
+    {"dtypes": ("bf16", "fp16"), "max_columns": 64, "max_rank": 32, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("gfx942",)},
+    {"dtypes": ("bf16", "fp16"), "max_rank_k": 0, "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2, "targets": ("gfx942",)},
+    {"dtypes": ("bf16", "fp16"), "HALVES": False,
+     "BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2, "targets": ("gfx942",)},
+    {"dtypes": ("fp32",), "HALVES": False,
+     "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1},
 ]  # fmt: skip
 MERGE = {"BLOCK_S": 16, "num_warps": 4, "num_stages": 1}
 
@@ -66,8 +89,17 @@ def constants(entry: dict, head_dim: int, rank_k: int, rank_v: int, rotary: int)
     }
 
 
-def attend_entry(target: str, dtype: str, rows: int, head_dim: int, rank_k: int, rank_v: int) -> dict:
-    """The entry of ATTEND for a target, a dtype ("bf16", "fp16", "fp32"), rows of a KV head, channels and ranks."""
+def attend_entry(target: str, dtype: str, rows: int, head_dim: int, rank_k: int, rank_v: int, rotary: int) -> dict:
+    """The entry of ATTEND for a target and a problem.
+
+    Args:
+        target: of ALL.
+        dtype: "bf16", "fp16" or "fp32".
+        rows: of a KV head: queries times the query heads that share it.
+        head_dim, rank_k, rank_v: D and the ranks, 0 where there is no adapter.
+        rotary: channels that are rotated here, 0 without an adapter on keys.
+    """
+    part = 0 < rotary < head_dim
     return next(
         entry
         for entry in ATTEND
@@ -77,6 +109,7 @@ def attend_entry(target: str, dtype: str, rows: int, head_dim: int, rank_k: int,
         and block(head_dim) <= entry.get("max_columns", MAX_HEAD_DIM)
         and max(rank_k, rank_v) <= entry.get("max_rank", MAX_RANK)
         and rank_k <= entry.get("max_rank_k", MAX_RANK)
+        and (not part or entry.get("part", True))
     )
 
 

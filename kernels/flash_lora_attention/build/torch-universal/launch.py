@@ -90,7 +90,8 @@ def flash_lora_attention(
     rank_k, rank_v = (0 if u is None else u.shape[2] for u in (u_k, u_v))
     rotary = cos.shape[2] if cos is not None and rank_k else 0
     target, dtype = target_of(query.device), _DTYPE_NAMES[query.dtype]
-    entry = configs.attend_entry(target, dtype, queries * groups, head_dim, rank_k, rank_v)
+    sizes = (queries * groups, head_dim, rank_k, rank_v, rotary)
+    entry = configs.attend_entry(target, dtype, *sizes)
     programs = batch * kv_heads * triton.cdiv(queries * groups, entry["BLOCK_M"])
     # Tokens before `origin` are in nobody's window.
     origin = 0 if window is None else max(0, tokens - queries - window + 1)
