@@ -116,7 +116,11 @@ def test_an_adapter_costs_shared_memory_within_the_bound():
     added = adapter_cost([row for row in KNOWN.values() if row["kernel"] == "flash_lora_attention"])
     for name, target, _, shared in added:
         tile = KNOWN["flash_lora_attention", name, target]["tile"]
-        assert shared <= 2 * rank * (tile["BLOCK_N"] + tile["HEAD_DIM"]) * stages, (name, target)
+        bound = 2 * rank * (tile["BLOCK_N"] + tile["HEAD_DIM"]) * stages
+        if target == "gfx942" and "-k0-" not in name:
+            # A rotated tile passes through shared memory in float32, in fewer instructions than rebuilding halves.
+            bound += 4 * tile["BLOCK_N"] * tile["HEAD_DIM"]
+        assert shared <= bound, (name, target)
     # Decode and prefill, on values and on both; on Ampere and CDNA3 a prefill with keys has a tile of its own.
     assert len(added) == 4 * len(DEFAULT_TARGETS) - 2
 

@@ -237,9 +237,9 @@ def test_attention_that_is_not_causal(kernel, extra):
     assert_agrees(kernel, problem(queries=40, groups=2) | {"causal": False} | extra)
 
 
-@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("queries", [1, 5])
 def test_the_number_of_parts_does_not_change_the_result(kernel, configs, monkeypatch, queries):
-    arguments = problem(rows=2, groups=2, tokens=448, queries=queries, rank_k=4, rank_v=20)
+    arguments = problem(rows=2, kv_heads=1, groups=2, tokens=448, queries=queries, rank_k=4, rank_v=20)
     arguments["kv_start"] = torch.tensor([0, 200])  # more than a whole part of seven
     results = []
     for plan in ((1, 448), (2, 256), (7, 64), (21, 64)):  # the last: more than a block of the merge, some empty

@@ -14,10 +14,12 @@ MAX_RANK = 64
 # it), `max_columns` the head dimension as it is padded, `max_rank` both ranks, `max_rank_k` that on keys; `part` is
 # False where keys that are rotated in part do not fit. With HALVES, keys are rebuilt as two halves that are rotated
 # with each other, tokens along the rows; without, channels lie along the rows and each is rotated by itself: more
-# products, but spread over 8 warps where those of attention stand that way.
+# products, but spread over 8 warps where those of attention stand that way, and fewer instructions on CDNA3.
 ATTEND = [
     {"dtypes": ("bf16", "fp16"), "max_rows": 16, "max_columns": 64, "part": False, "HALVES": True,
      "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2},
+    {"dtypes": ("bf16", "fp16"), "max_rows": 16, "HALVES": False,
+     "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2, "targets": ("gfx942",)},
     {"dtypes": ("bf16", "fp16"), "max_rows": 16, "part": False, "HALVES": True,
      "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2},
     {"dtypes": ("bf16", "fp16"), "max_rows": 16, "max_rank": 32, "HALVES": True,
