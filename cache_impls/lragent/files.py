@@ -1,15 +1,11 @@
 """Caches on disk: states as safetensors, all else as JSON; nothing is read that is not what it says."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from hf_ext.runlog import write_json
-
+from ..saved import SavedFormat
 from .configuration import LRAgentConfig
 from .layer import SHARED, Base, Growing, LowRank
 from .lora import enabled_of
@@ -17,11 +13,12 @@ from .lora import enabled_of
 if TYPE_CHECKING:
     from .cache import LRAgentCache
 
-__all__ = ["read_cache", "read_facts", "write_cache"]
+__all__ = ["read_cache", "write_cache"]
 
 CONFIG_NAME = "lragent_config.json"
 TENSORS_NAME = "lragent_cache.safetensors"
-FORMAT = 1
+_DICTS = ("lragent_config", "model", "agents", "tracks", "read", "tensors")
+FILES = SavedFormat("an LRAgent", CONFIG_NAME, TENSORS_NAME, version=1, fields=dict.fromkeys(_DICTS, dict))
 
 
 def write_cache(cache: "LRAgentCache", folder: Path) -> None:
@@ -32,12 +29,7 @@ def write_cache(cache: "LRAgentCache", folder: Path) -> None:
     for lane, track in cache.tracks.items():
         parts |= {f"track.{lane}.{name}": part for name, part in track.parts().items()}
     tensors = {name: part.view().detach().cpu().contiguous() for name, part in parts.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    # The configuration goes last: a folder with one is whole.
-    (folder / CONFIG_NAME).unlink(missing_ok=True)
-    save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
     facts = {
-        "format": FORMAT,
         "lragent_config": cache.config.to_dict(),
         "mode": cache.mode,
         "model": _model_facts(cache.model),
@@ -49,9 +41,8 @@ def write_cache(cache: "LRAgentCache", folder: Path) -> None:
         },
         # By agent, the tokens whose low-rank states it has.
         "read": {key: low.length for key, low in (cache.layers[0].low_rank if cache.layers else {}).items()},
-        "tensors": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()},
     }
-    write_json(folder / CONFIG_NAME, facts)
+    FILES.write(folder, facts, tensors)
 
 
 def _model_facts(model: Any) -> dict[str, Any]:
@@ -64,36 +55,11 @@ def _model_facts(model: Any) -> dict[str, Any]:
     }
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """The JSON file of a saved cache.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: The file is damaged, or of another version.
-    """
-    for name in (CONFIG_NAME, TENSORS_NAME):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: it is not a cache that `save_pretrained` finished")
-    path = folder / CONFIG_NAME
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(stored, dict) or "format" not in stored:
-        raise ValueError(f"{path} is not of an LRAgent cache: it has no `format`")
-    if stored["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {stored['format']!r}, and this version of hf_ext reads {FORMAT}")
-    for name in ("lragent_config", "model", "agents", "tracks", "read", "tensors"):
-        if not isinstance(stored.get(name), dict):
-            raise ValueError(f"{path} is damaged: `{name}` is {stored.get(name)!r}, not a dict")
-    return stored
-
-
 def read_cache(
     cls: type["LRAgentCache"], folder: Path, model: Any, device: torch.device | str | None
 ) -> "LRAgentCache":
     """Read a cache; see `LRAgentCache.from_pretrained`."""
-    stored = read_facts(folder)
+    stored = FILES.read_facts(folder)
     enabled = enabled_of(model)
     try:
         config = LRAgentConfig.from_dict(stored["lragent_config"])
@@ -120,26 +86,12 @@ def read_cache(
             )
     cache = cls(model, config)
     device = model.get_base_model().get_input_embeddings().weight.device if device is None else device
-    tensors = _read_tensors(folder, stored, device)
+    tensors = FILES.read_tensors(folder, stored, device)
     try:
         _fill(cache, stored, tensors)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG_NAME} is damaged: {error!r}") from None
     return cache
-
-
-def _read_tensors(folder: Path, stored: dict[str, Any], device: torch.device | str) -> dict[str, torch.Tensor]:
-    try:
-        device = torch.device(device)
-        # safetensors knows the CPU by one name only: not by "cpu:0".
-        place = "cpu" if device.type == "cpu" else str(device)
-        with safe_open(folder / TENSORS_NAME, framework="pt", device=place) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:
-        raise ValueError(f"{folder / TENSORS_NAME} cannot be read: {error}") from None
-    if {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()} != stored["tensors"]:
-        raise ValueError(f"{folder / TENSORS_NAME} does not hold the tensors that {CONFIG_NAME} lists")
-    return tensors
 
 
 def _fill(cache: "LRAgentCache", stored: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from .configuration import PatternKVConfig
-from .files import read_facts, read_layers, stored_config, tensors_of, write_cache
+from .files import FILES, read_layers, stored_config, tensors_of, write_cache
 from .layer import PatternKVLayer
 
 __all__ = ["PatternKVCache"]
@@ -218,7 +218,7 @@ class PatternKVCache(Cache):
             ValueError: The files are damaged, of another model, configuration or version.
         """
         folder = Path(folder)
-        stored = read_facts(folder)
+        stored = FILES.read_facts(folder)
         kept = stored_config(folder, stored)
         if patternkv_config is not None:
             other = patternkv_config.to_dict() | {"return_packed": kept.return_packed}

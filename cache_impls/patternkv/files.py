@@ -1,16 +1,12 @@
 """Caches on disk: packed tensors as safetensors, all else as JSON; nothing is read that is not what it says."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_ext.runlog import write_json
-
+from ..saved import SavedFormat
 from .configuration import PatternKVConfig
 from .layer import PatternKVLayer
 from .packed import PackedStates
@@ -18,21 +14,18 @@ from .packed import PackedStates
 if TYPE_CHECKING:
     from .cache import PatternKVCache
 
-__all__ = ["describe", "read_facts", "read_layers", "stored_config", "tensors_of", "write_cache"]
+__all__ = ["describe", "read_layers", "stored_config", "tensors_of", "write_cache"]
 
 CONFIG_NAME = "patternkv_config.json"
 TENSORS_NAME = "patternkv_cache.safetensors"
-FORMAT = 1
+FILES = SavedFormat(
+    "a PatternKV",
+    CONFIG_NAME,
+    TENSORS_NAME,
+    version=1,
+    fields={"model": dict, "patternkv_config": dict, "layers": list, "tensors": dict},
+)
 _LAYER_FACTS = ("start", "packed", "key_patterns", "value_patterns", "seen", "record_past", "is_initialized")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I16": torch.int16,
-    "U8": torch.uint8,
-}
 _BY_ROW = ("start", "packed", "key_patterns", "value_patterns")
 
 
@@ -48,19 +41,13 @@ def write_cache(cache: "PatternKVCache", folder: Path, token_ids: torch.Tensor |
         facts, found = _state(layer, index)
         layers.append({"kind": type(layer).__name__, **facts})
         tensors |= {f"layers.{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    # The configuration goes last: a folder with one is whole.
-    (folder / CONFIG_NAME).unlink(missing_ok=True)
-    save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
     facts = {
-        "format": FORMAT,
         "model": cache.model_facts,
         "patternkv_config": cache.patternkv_config.to_dict(),
         "layers": layers,
-        "tensors": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()},
         "token_ids": ids,
     }
-    write_json(folder / CONFIG_NAME, facts)
+    FILES.write(folder, facts, tensors)
 
 
 def _state(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -96,33 +83,8 @@ def tensors_of(layer: Any) -> dict[str, torch.Tensor]:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """The JSON file of a saved cache.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: The file is damaged, or of another version.
-    """
-    for name in (CONFIG_NAME, TENSORS_NAME):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: it is not a cache that `save_pretrained` finished")
-    path = folder / CONFIG_NAME
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(stored, dict) or "format" not in stored:
-        raise ValueError(f"{path} is not of a PatternKV cache: it has no `format`")
-    if stored["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {stored['format']!r}, and this version of hf_ext reads {FORMAT}")
-    for name, kind in (("model", dict), ("patternkv_config", dict), ("layers", list), ("tensors", dict)):
-        if not isinstance(stored.get(name), kind):
-            raise ValueError(f"{path} is damaged: `{name}` is {stored.get(name)!r}, not a {kind.__name__}")
-    return stored
-
-
 def stored_config(folder: Path, stored: dict[str, Any]) -> PatternKVConfig:
-    """The configuration in what `read_facts` gave.
+    """The configuration in what `FILES.read_facts` gave.
 
     Raises:
         ValueError: It is not one of this version.
@@ -139,7 +101,7 @@ def read_layers(cache: "PatternKVCache", folder: Path, stored: dict[str, Any], d
     Raises:
         ValueError: The tensors cannot be read, or are not those that the JSON file tells of.
     """
-    tensors = _read_tensors(folder, stored, device)
+    tensors = FILES.read_tensors(folder, stored, device, only_header=str(device) == "meta")
     if len(stored["layers"]) != len(cache.layers):
         raise ValueError(f"{folder} holds {len(stored['layers'])} layers, and the model has {len(cache.layers)}")
     for index, (layer, facts) in enumerate(zip(cache.layers, stored["layers"])):
@@ -149,29 +111,6 @@ def read_layers(cache: "PatternKVCache", folder: Path, stored: dict[str, Any], d
             _restore(layer, facts, found)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise ValueError(f"{folder / CONFIG_NAME} is damaged at layer {index}: {error!r}") from None
-
-
-def _read_tensors(folder: Path, stored: dict[str, Any], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """The tensors by name; on the device "meta" nothing but the header of the file is read."""
-    only_header = str(device) == "meta"
-    try:
-        device = torch.device(device)
-        # safetensors knows the CPU by one name only: not by "cpu:0".
-        place = "cpu" if device.type in ("cpu", "meta") else str(device)
-        with safe_open(folder / TENSORS_NAME, framework="pt", device=place) as file:
-            tensors = {
-                name: _shell(file.get_slice(name)) if only_header else file.get_tensor(name) for name in file.keys()
-            }
-    except Exception as error:
-        raise ValueError(f"{folder / TENSORS_NAME} cannot be read: {error}") from None
-    if {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()} != stored["tensors"]:
-        raise ValueError(f"{folder / TENSORS_NAME} does not hold the tensors that {CONFIG_NAME} lists")
-    return tensors
-
-
-def _shell(part: Any) -> torch.Tensor:
-    """A tensor without storage, from the header's entry."""
-    return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
 
 
 def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -246,9 +185,9 @@ def describe(folder: Path) -> dict[str, Any]:
         FileNotFoundError: A file is missing.
         ValueError: The files are damaged, or of another version.
     """
-    stored = read_facts(folder)
+    stored = FILES.read_facts(folder)
     config = stored_config(folder, stored)
-    tensors = _read_tensors(folder, stored, "meta")
+    tensors = FILES.read_tensors(folder, stored, "meta", only_header=True)
     layers, rows, tokens = [], 0, 0
     for index, facts in enumerate(stored["layers"]):
         prefix = f"layers.{index}."

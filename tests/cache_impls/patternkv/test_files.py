@@ -307,7 +307,7 @@ def test_states_of_linear_attention_are_not_written(tiny, prompts, small, tmp_pa
 
 def test_an_interrupted_save_leaves_no_folder_that_can_be_read(saved, monkeypatch):
     model, cache, folder = saved
-    monkeypatch.setattr("hf_ext.cache_impls.patternkv.files.save_file", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("hf_ext.cache_impls.saved.save_file", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cache.save_pretrained(folder)
     with pytest.raises(FileNotFoundError, match="not a cache that `save_pretrained` finished"):
