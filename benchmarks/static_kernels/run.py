@@ -51,7 +51,7 @@ def main(
         typer.Option(help="Data file to write. [default: benchmarks/static_kernels/data/kernel_static.jsonl]"),
     ] = None,
 ) -> None:
-    """Compile every configuration of the bundled kernels for four GPUs and count; two minutes, no GPU needed.
+    """Compile the bundled kernels for four GPUs and count; no GPU needed, over ten minutes the first time.
 
     Example: `hf-ext bench static_kernels`
     """
